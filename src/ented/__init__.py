@@ -1,0 +1,1 @@
+"""Efficient nonparametric decomposition of binary and count tensors (ENTED, AAAI-24)."""

@@ -1,0 +1,113 @@
+"""Minibatches of a sparse tensor's entries, in coordinate format."""
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ented.tensor import COOTensor, InputError
+
+EVALUATION_BATCH = 8192  # entries at once where no gradient is kept
+
+
+class Entries(Dataset):
+    """Entries of a COO tensor, read a batch of rows at a time."""
+
+    def __init__(self, tensor: COOTensor, dtype: torch.dtype):
+        self.indices = tensor.indices
+        self.values = tensor.values.to(dtype)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.indices[rows], self.values[rows]
+
+
+class EpochBatches(Sampler):
+    """Rows of each minibatch of an epoch; the order depends on the seed and the epoch alone.
+
+    The batches of an epoch differ in size by one entry at most, so none of them weighs a few entries as if they were
+    a whole batch.
+    """
+
+    def __init__(self, entries: int, batch_size: int, seed: int):
+        self.entries = entries
+        self.batches = -(-entries // batch_size)
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Lightning before each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self):
+        order = torch.randperm(self.entries, generator=generator(self.seed, self.epoch))
+        return iter(order.tensor_split(self.batches))
+
+
+class COODataModule(L.LightningDataModule):
+    """Streams of (indices, values) for training, validation and test.
+
+    Parameters
+    ----------
+    train, test : the two parts of the data.
+    batch_size : entries in a training minibatch, at most.
+    seed : decides the order of the minibatches and which entries are held out.
+    holdout : share of the training entries that is held out for validation; 0 for none.
+    dtype : of the values in a batch.
+
+    Raises
+    ------
+    InputError : the holdout leaves nothing to train on or nothing to validate with.
+    """
+
+    def __init__(
+        self,
+        train: COOTensor,
+        test: COOTensor,
+        batch_size: int,
+        seed: int,
+        holdout: float = 0.0,
+        dtype: torch.dtype = torch.float64,
+    ):
+        super().__init__()
+        self.batch_size, self.seed, self.dtype = batch_size, seed, dtype
+        self.train, self.validation, self.test = train, None, test
+        if holdout:
+            order = torch.randperm(len(train), generator=generator(seed))
+            held_out = round(holdout * len(train))
+            if not 0 < held_out < len(train):
+                raise InputError(
+                    f"holding out {holdout:g} of {len(train)} training entries leaves an empty part: "
+                    "use protocol=paper, or more data"
+                )
+            self.validation = train.subset(order[:held_out])
+            self.train = train.subset(order[held_out:])
+
+    def train_dataloader(self) -> DataLoader:
+        batches = EpochBatches(len(self.train), self.batch_size, self.seed)
+        return DataLoader(Entries(self.train, self.dtype), sampler=batches, batch_size=None)
+
+    def val_dataloader(self) -> DataLoader | list:
+        return self._in_order(self.validation) if self.validation else []
+
+    def test_dataloader(self) -> DataLoader:
+        return self._in_order(self.test)
+
+    predict_dataloader = test_dataloader
+
+    def _in_order(self, tensor: COOTensor) -> DataLoader:
+        batches = torch.arange(len(tensor)).split(EVALUATION_BATCH)
+        # float64 whatever the model's dtype: metrics are computed in double precision
+        return DataLoader(Entries(tensor, torch.float64), sampler=batches, batch_size=None)
+
+
+def generator(*seeds: int) -> torch.Generator:
+    """Random generator that depends on all of the given numbers."""
+    state = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> 1))

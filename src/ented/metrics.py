@@ -1,0 +1,73 @@
+"""Metrics of tensor completion (paper, appendix "Experiments"), all in torchmetrics so that they add up over batches."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import BinaryAUROC
+
+from ented.likelihoods import Predictive
+
+
+class RelativeRMSE(Metric):
+    """sqrt(sum (x - prediction)^2) / sqrt(sum x^2)."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.set_dtype(torch.float64)
+        self.add_state("error", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, prediction: Float[Tensor, "S"], x: Float[Tensor, "S"]) -> None:
+        self.error += (x - prediction).square().sum()
+        self.total += x.square().sum()
+
+    def compute(self) -> Float[Tensor, ""]:
+        return (self.error / self.total).sqrt()
+
+
+class CompletionMetrics(nn.Module):
+    """Metrics of predictive distributions against the values that came.
+
+    binary: auc, nll, nll_plugin. count: rmse, mape, nll, nll_plugin, and rmse_plugin, mape_plugin.
+
+    nll is the mean of -log p(x) under the posterior predictive distribution, and rmse and mape are those of its mean.
+    The `_plugin` metrics are the same with f fixed at its posterior mean, which is what the paper's tables hold.
+    mape is the mean of |x - prediction| / (x + 1).
+
+    Parameters
+    ----------
+    kind : "binary" or "count".
+    """
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        names = ["nll", "nll_plugin"]
+        if kind == "count":
+            names += ["mape", "mape_plugin"]
+        self.means = nn.ModuleDict({name: MeanMetric().set_dtype(torch.float64) for name in names})
+        if kind == "binary":
+            self.others = nn.ModuleDict({"auc": BinaryAUROC()})
+        else:
+            self.others = nn.ModuleDict({"rmse": RelativeRMSE(), "rmse_plugin": RelativeRMSE()})
+
+    def update(self, predictive: Predictive, x: Float[Tensor, "S"]) -> None:
+        """Add the entries with values `x`."""
+        if self.kind == "binary":
+            self.others["auc"].update(predictive.mean, x.long())
+        for suffix, prediction in {"": predictive, "_plugin": predictive.plugin()}.items():
+            self.means["nll" + suffix].update(-prediction.log_prob(x))
+            if self.kind == "count":
+                self.others["rmse" + suffix].update(prediction.mean, x)
+                self.means["mape" + suffix].update((x - prediction.mean).abs() / (x + 1))
+
+    def compute(self) -> dict[str, Float[Tensor, ""]]:
+        """All metrics of the entries added since the last reset."""
+        return {name: metric.compute() for name, metric in [*self.others.items(), *self.means.items()]}
+
+    def reset(self) -> None:
+        for metric in [*self.means.values(), *self.others.values()]:
+            metric.reset()

@@ -1,0 +1,144 @@
+"""ENTED in pure PyTorch: Gaussian-process tensor factorisation with Polya-Gamma likelihoods (paper, section 3).
+
+Generative model of an entry with index (i_1, ..., i_D):
+
+    z_i^(d) ~ N(0, I_R)                        factor row i of mode d
+    m = [z_i1^(1), ..., z_iD^(D)]              factor rows side by side, in R^(D R)
+    f ~ GP(0, k),   x ~ p(x | f(m))            Bernoulli or negative binomial
+
+The factors Z and the inducing inputs X are point estimates; the inducing values have a Gaussian posterior. The bound
+that training climbs is
+
+    ELBO = sum_n bound(x_n; mu_n, s2_n) - KL(q | p) + log p(Z).
+"""
+
+from itertools import accumulate
+from math import log, pi
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from ented.inducing import Features, InducingBlocks
+from ented.kernels import RBF
+from ented.likelihoods import PolyaGamma, Predictive
+from ented.tensor import InputError
+from ented.variational import GaussianBlocks
+
+
+class ENTED(nn.Module):
+    """The model and its inference.
+
+    Parameters
+    ----------
+    shape : sizes I_1, ..., I_D of the tensor's modes.
+    likelihood : of an entry given f.
+    rank : length R of a factor row, the same in every mode.
+    inducing : inducing points in all blocks together.
+    blocks : orthogonal blocks they are divided into: 2 is ENTED, 1 is GPTF-PG.
+    init_std : standard deviation of the Gaussian that Z and X start from.
+    jitter : added to the diagonal of k(X, X).
+    kernel : covariance function.
+
+    Raises
+    ------
+    InputError : a rank, number of inducing points or blocks below 1, or inducing points that the blocks do not divide.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        likelihood: PolyaGamma,
+        rank: int,
+        inducing: int = 100,
+        blocks: int = 2,
+        init_std: float = 0.5,
+        jitter: float = 1e-6,
+        kernel: RBF | None = None,
+    ):
+        super().__init__()
+        for name, value in {"rank": rank, "inducing": inducing, "model.blocks": blocks}.items():
+            if value < 1:
+                raise InputError(f"{name}={value}: it must be at least 1")
+        if inducing % blocks:
+            raise InputError(f"inducing={inducing} points cannot be divided into model.blocks={blocks} equal blocks")
+        self.shape = tuple(shape)
+        self.likelihood = likelihood
+        self.kernel = kernel or RBF()
+        # the factor matrices of all modes, one below the other; row i of mode d is row offset_d + i
+        self.Z = nn.Parameter(init_std * torch.randn(sum(self.shape), rank))
+        self.inducing = InducingBlocks(inducing, len(self.shape) * rank, init_std, jitter)
+        self.q = GaussianBlocks(blocks, inducing // blocks)
+        self.register_buffer("offsets", torch.tensor([0, *accumulate(self.shape)][:-1]), persistent=False)
+        # factorisations that failed so far; read once an epoch, so that no step waits for the device
+        self.register_buffer("failures", torch.zeros((), dtype=torch.long), persistent=False)
+
+    @property
+    def factors(self) -> tuple[Float[Tensor, "I R"], ...]:
+        """Factor matrix of each mode."""
+        return self.Z.detach().split(self.shape)
+
+    def features(self, indices: Int[Tensor, "S D"]) -> Features:
+        """Whitened features of a batch, differentiable in Z and X."""
+        m = embedding(indices + self.offsets, self.Z).flatten(-2)
+        return self.inducing(self.kernel, m)
+
+    def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
+        """Predictive distribution of the entries at `indices`."""
+        with torch.no_grad():
+            features = self.features(indices)
+            mean, variance, _ = self.q.moments(features.phi, features.residual)
+        return Predictive(self.likelihood, mean.double(), variance.double())
+
+    def log_prior(self) -> Float[Tensor, ""]:
+        """log p(Z), standard normal."""
+        return -0.5 * (self.Z.square().sum() + self.Z.numel() * log(2 * pi))
+
+    def elbo(
+        self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"], total: int | None = None
+    ) -> Float[Tensor, ""]:
+        """Bound on log p(x, Z); estimated from S of `total` entries where `total` is given."""
+        features = self.features(indices)
+        mean, variance, _ = self.q.moments(features.phi, features.residual)
+        scale = 1.0 if total is None else total / len(values)
+        return scale * self.likelihood.bound(values, mean, variance).sum() - self.q.kl() + self.log_prior()
+
+    def natural_gradient_step(self, features: Features, values: Float[Tensor, "S"], scale: float, rho: float) -> None:
+        """Update q(omega), then move q(u) of every block by a natural gradient step of size rho.
+
+        `scale` is N / S: what one entry of the batch stands for.
+        """
+        phi = features.phi.detach()
+        mean, variance, _ = self.q.moments(phi, features.residual)
+        theta = self.likelihood.theta(values, mean, variance)
+        gram = scale * (phi * theta[..., None, :]) @ phi.mT
+        linear = scale * (phi @ self.likelihood.chi(values)[..., :, None]).squeeze(-1)
+        info = self.q.natural_gradient_step(gram, linear, rho)
+        self.failures += (info != 0).sum() + (features.info != 0).sum()
+
+    def surrogate(
+        self, features: Features, values: Float[Tensor, "S"], scale: float
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "S"]]:
+        """A scalar whose gradient in Z and X is that of the bound, with q held fixed.
+
+        q(omega) is optimal for q(u), so the bound's gradient does not pass through it (envelope theorem), and the KL
+        does not depend on Z and X. The gradient of the data term in the features of block i is
+
+            G_i = m_i (chi - theta mu)' - (S_i phi_i - phi_i) diag(theta).
+
+        Returns
+        -------
+        surrogate : <G, Phi> scale + log p(Z), to be maximised.
+        data : sum of the batch's bounds at the current q, without the KL.
+        mean : posterior mean of f at each entry.
+        """
+        with torch.no_grad():
+            phi = features.phi
+            mean, variance, S_phi = self.q.moments(phi, features.residual)
+            theta = self.likelihood.theta(values, mean, variance)
+            data = self.likelihood.bound(values, mean, variance).sum()
+            gradient_mean = self.likelihood.chi(values) - theta * mean
+            G = self.q.mean.flatten(-2)[..., :, None] * gradient_mean[..., None, :]
+            G = G - (S_phi.flatten(-3, -2) - phi) * theta[..., None, :]
+        return scale * (G * features.phi).sum() + self.log_prior(), data, mean

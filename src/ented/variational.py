@@ -1,0 +1,79 @@
+"""Variational posterior of the whitened inducing values: one Gaussian a block, in natural parameters."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+class GaussianBlocks(nn.Module):
+    """q(u_1) ... q(u_b) with q(u_i) = N(m_i, S_i); the prior of each u_i is N(0, I).
+
+    The natural parameters are Lambda_i = S_i^-1 and eta_i = Lambda_i m_i. They and the moments m_i, S_i (which every
+    step needs before it changes them) are buffers: the natural gradient moves them, never an optimiser.
+
+    Parameters
+    ----------
+    blocks : number of mutually independent blocks, b.
+    size : inducing points in a block, p.
+    """
+
+    def __init__(self, blocks: int, size: int):
+        super().__init__()
+        identity = torch.eye(size).expand(blocks, size, size)
+        self.register_buffer("eta", torch.zeros(blocks, size))
+        self.register_buffer("precision", identity.clone())
+        self.register_buffer("mean", torch.zeros(blocks, size))
+        self.register_buffer("covariance", identity.clone())
+
+    def split(self, phi: Float[Tensor, "... P S"]) -> Float[Tensor, "... b p S"]:
+        """Stacked features, a block at a time."""
+        return phi.unflatten(-2, self.mean.shape[-2:])
+
+    def moments(
+        self, phi: Float[Tensor, "... P S"], residual: Float[Tensor, "... S"]
+    ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"], Float[Tensor, "... b p S"]]:
+        """Mean and variance of f at each entry, and the products S_i phi_i that the gradient needs too.
+
+        mu_n = sum_i m_i' phi_in,    s2_n = residual_n + sum_i phi_in' S_i phi_in
+        """
+        phi = self.split(phi)
+        S_phi = self.covariance @ phi
+        mean = torch.einsum("...bp,...bps->...s", self.mean, phi)
+        return mean, residual + (phi * S_phi).sum((-3, -2)), S_phi
+
+    @torch.no_grad()
+    def natural_gradient_step(
+        self, gram: Float[Tensor, "... P P"], linear: Float[Tensor, "... P"], rho: float
+    ) -> Int[Tensor, "... b"]:
+        """Move every block by step size rho in (0, 1]; rho = 1 is exact coordinate ascent.
+
+        The data enter through two sums over entries, G = sum_n theta_n phi_n phi_n' and r = sum_n chi_n phi_n:
+
+            Lambda_i <- (1 - rho) Lambda_i + rho (I + G_ii)
+            eta_i    <- (1 - rho) eta_i    + rho (r_i - sum_{j != i} G_ij m_j)        block after block
+
+        Returns the info flag of each block's Cholesky factorisation, non-zero where it failed.
+        """
+        blocks, size = self.mean.shape[-2:]
+        rows = [slice(i * size, (i + 1) * size) for i in range(blocks)]
+        own = torch.stack([gram[..., r, r] for r in rows], -3)
+        identity = torch.eye(size, dtype=gram.dtype, device=gram.device)
+        self.precision.lerp_(identity + own, rho)
+        L, info = torch.linalg.cholesky_ex(self.precision)
+        self.covariance.copy_(torch.cholesky_inverse(L))
+        for i, r in enumerate(rows):
+            others = self.mean.clone()
+            others[..., i, :] = 0
+            coupling = torch.einsum("...pq,...q->...p", gram[..., r, :], others.flatten(-2))
+            self.eta[..., i, :].lerp_(linear[..., r] - coupling, rho)
+            m_i = torch.einsum("...pq,...q->...p", self.covariance[..., i, :, :], self.eta[..., i, :])
+            self.mean[..., i, :].copy_(m_i)
+        return info
+
+    def kl(self) -> Float[Tensor, "..."]:
+        """KL(q | p) = sum_i 1/2 (tr S_i + m_i' m_i - p + log|Lambda_i|)."""
+        L, _ = torch.linalg.cholesky_ex(self.precision)
+        log_det = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        trace = self.covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+        quadratic = self.mean.square().sum(-1)
+        return 0.5 * (trace + quadratic - self.mean.shape[-1] + log_det).sum(-1)

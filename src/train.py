@@ -1,0 +1,218 @@
+"""Fit a model to a tensor, test it, and leave the results in a folder; with -m, a grid of them.
+
+    python src/train.py
+    python src/train.py dataset=enron rank=3 protocol=paper
+    python src/train.py -m dataset=digg,enron rank=3,5,10
+
+Every setting is listed in conf/config.yaml. Started again, a command does only what is missing.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import hydra
+import lightning as L
+import pandas as pd
+import torch
+from hydra.errors import HydraException, MissingConfigException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ented.datamodule import COODataModule
+from ented.datasets import Dataset
+from ented.likelihoods import PolyaGamma, Predictive
+from ented.metrics import CompletionMetrics
+from ented.naive import main_effects, overall_mean
+from ented.recorder import Recorder, best_epoch
+from ented.runs import RunFolder, join, write, write_summary
+from ented.tensor import COOTensor, InputError
+
+log = logging.getLogger("ented")
+failed = False
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    global failed
+    try:
+        train(cfg)
+    except InputError as error:  # the other cells of a grid go on
+        print(f"error: {error}", file=sys.stderr)
+        failed = True
+
+
+def train(cfg: DictConfig) -> None:
+    """Run every fold asked for, and print what they have in common."""
+    check(cfg)
+    dataset: Dataset = instantiate(cfg.dataset.source)
+    folds = range(dataset.folds) if cfg.fold == "all" else [cfg.fold]
+    results = [run_fold(cfg, dataset, fold) for fold in folds]
+    if cfg.fold == "all":
+        summary = write_summary(OmegaConf.to_container(cfg, resolve=True), results)
+        if len(results) > 1:
+            metrics = "  ".join(f"{name} {m['mean']:.4f} ± {m['std']:.4f}" for name, m in summary.items())
+            log.info("%s  %d folds  %s", title(cfg), len(results), metrics)
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise InputError where a number is not what it must be."""
+    if cfg.protocol.name == "paper" and cfg.dataset.paper is None:
+        raise InputError(f"dataset={cfg.dataset.name} has no published settings: use protocol=holdout")
+    for name, least in {"rank": 1, "inducing": 1, "epochs": 1, "batch_size": 1, "seed": 0}.items():
+        if type(cfg[name]) is not int or cfg[name] < least:
+            raise InputError(f"{name}={cfg[name]}: it must be a whole number, {least} or more")
+    if cfg.fold != "all" and type(cfg.fold) is not int:
+        raise InputError(f"fold={cfg.fold}: it must be a number or all")
+    if type(cfg.lr) not in (int, float) or not 0 < cfg.lr < float("inf"):
+        raise InputError(f"lr={cfg.lr}: it must be a number above 0")
+    if type(cfg.rho) not in (int, float) or not 0 < cfg.rho <= 1:
+        raise InputError(f"rho={cfg.rho}: it must be a number above 0 and at most 1")
+    if cfg.dtype not in ("float32", "float64"):
+        raise InputError(f"dtype={cfg.dtype}: choose float32 or float64")
+
+
+def run_fold(cfg: DictConfig, dataset: Dataset, fold: int) -> dict:
+    """Do what is missing of one fold's run and return its metrics.json."""
+    run = RunFolder(OmegaConf.to_container(cfg, resolve=True) | {"fold": fold})
+    if not cfg.force:
+        run.check()
+        if run.metrics:
+            log.info("%s is finished", run.path)
+            return run.metrics
+    with run.logging():
+        train, test = dataset.load(fold)
+        likelihood: PolyaGamma = instantiate(cfg.likelihood)
+        likelihood.check(torch.cat([train.values, test.values]))
+        log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, len(train), len(test))
+        if cfg.inducing > len(train):
+            log.warning("inducing=%d is more than the %d training entries", cfg.inducing, len(train))
+        dtype = getattr(torch, cfg.dtype)
+
+        def data(holdout: float) -> COODataModule:
+            return COODataModule(train, test, cfg.batch_size, cfg.seed, holdout, dtype)
+
+        def module() -> L.LightningModule:
+            L.seed_everything(cfg.seed, verbose=False)
+            settings = {key: value for key, value in cfg.model.items() if key != "name"}
+            return instantiate(settings, shape=dataset.shape, likelihood=likelihood).to(dtype)
+
+        # made before the folder, so that settings which do not fit leave nothing behind
+        fitted, all_entries, held_out = module(), data(0), data(cfg.protocol.holdout)
+        run.open(cfg.force)
+        epochs = cfg.epochs
+        if cfg.protocol.holdout:
+            epochs = choose_epochs(cfg, run.path / "holdout", module(), held_out)
+        recorder = Recorder(run.path, cfg.checkpoint_seconds)
+        trainer = fit(cfg, recorder, fitted, all_entries, epochs, logger(cfg, run.path))
+        (tested,) = trainer.test(fitted, all_entries, verbose=False)
+        metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
+        run.write_predictions(dataset.modes, test, join(trainer.predict(fitted, all_entries)))
+        log.info("%s", comparison(cfg, metrics, train, test, likelihood))
+        result = run.finish(metrics, epochs, trainer.global_step, recorder.seconds)
+        numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        log.info(
+            "%s  fold %d  %s  %d epochs  %.1f s  %s",
+            title(cfg),
+            fold,
+            numbers,
+            epochs,
+            recorder.seconds,
+            run.path,
+        )
+    return result
+
+
+def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data: COODataModule) -> int:
+    """Fit with a part of the training entries held out; return the number of epochs with the lowest NLL on them."""
+    chosen = folder / "chosen.json"
+    if not chosen.exists():
+        folder.mkdir(exist_ok=True)
+        recorder = Recorder(folder, cfg.checkpoint_seconds, cfg.protocol.patience)
+        fit(cfg, recorder, module, data, cfg.epochs)
+        epochs = best_epoch(recorder.rows, cfg.protocol.patience)
+        write(chosen, json.dumps({"epochs": epochs, "val_nll": recorder.rows[epochs - 1]["val_nll"]}) + "\n")
+        if epochs == cfg.epochs:
+            log.warning("the NLL on held-out entries was still falling after epochs=%d", epochs)
+    choice = json.loads(chosen.read_text())
+    log.info("%(epochs)d epochs have the lowest NLL on held-out training entries, %(val_nll).4f", choice)
+    return choice["epochs"]
+
+
+def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logger=False) -> L.Trainer:
+    """Train for a number of epochs, from the recorder's checkpoint where there is one."""
+    accelerator = cfg.trainer.accelerator
+    if accelerator == "auto":
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    shows_progress = sys.stderr.isatty() and "progress_bar" in cfg.callbacks
+    callbacks = [instantiate(cfg.callbacks.progress_bar)] if shows_progress else []
+    trainer = L.Trainer(
+        accelerator=accelerator,
+        devices=cfg.trainer.devices,
+        max_epochs=epochs,
+        logger=logger,
+        callbacks=[*callbacks, recorder],
+        enable_progress_bar=shows_progress,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        log_every_n_steps=10**9,  # everything is logged by epoch
+    )
+    resume = recorder.checkpoint if recorder.checkpoint.exists() else None
+    trainer.fit(module, data, ckpt_path=resume)
+    return trainer
+
+
+def logger(cfg: DictConfig, folder: Path):
+    """The experiment tracker that the config asks for, False for none."""
+    if not cfg.logger:
+        return False
+    import wandb
+
+    offline = wandb.api.api_key is None
+    return instantiate(cfg.logger, save_dir=str(folder), offline=offline)
+
+
+def comparison(cfg, metrics: dict, train: COOTensor, test: COOTensor, likelihood: PolyaGamma) -> str:
+    """The model's metrics beside those of the naive predictors, as text."""
+
+    def evaluate(predictive: Predictive) -> dict[str, float]:
+        naive = CompletionMetrics(likelihood.kind)
+        naive.update(predictive, test.values)
+        return {name: value.item() for name, value in naive.compute().items()}
+
+    rows = {
+        cfg.model.name: metrics,
+        "main effects": evaluate(main_effects(train, likelihood, test.indices)),
+        "overall mean": evaluate(overall_mean(train, likelihood, test.indices)),
+    }
+    return pd.DataFrame(rows).T.to_string(float_format="{:.4f}".format)
+
+
+def title(cfg: DictConfig) -> str:
+    return f"{cfg.dataset.name}  {cfg.model.name}  rank {cfg.rank}"
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of the configuration says, on one line."""
+    if isinstance(error, MissingConfigException) and error.options:
+        return f"there is no {error.missing_cfg_file}: choose from {', '.join(error.options)}"
+    cause = error
+    while cause is not None and not isinstance(cause, InputError):
+        cause = cause.__cause__
+    return " ".join(str(cause or error).split())
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here instead of being printed with a traceback
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {one_line(error)}")
+    sys.exit(failed)

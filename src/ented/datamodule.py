@@ -46,8 +46,10 @@ class EpochBatches(Sampler):
         return self.batches
 
     def __iter__(self):
+        # a generator, so that the epoch is read when the first batch is asked for: where a fit is resumed,
+        # Lightning makes the iterator before it sets the epoch
         order = torch.randperm(self.entries, generator=generator(self.seed, self.epoch))
-        return iter(order.tensor_split(self.batches))
+        yield from order.tensor_split(self.batches)
 
 
 class COODataModule(L.LightningDataModule):

@@ -1,4 +1,4 @@
-"""Metrics of tensor completion (paper, appendix "Experiments"), all in torchmetrics so that they add up over batches."""
+"""Metrics of tensor completion (paper, appendix "Experiments"), in torchmetrics so that they add up over batches."""
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,14 @@ class RelativeRMSE(Metric):
         return (self.error / self.total).sqrt()
 
 
+class Mean(MeanMetric):
+    """Mean of all values, in double precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.set_dtype(torch.float64)
+
+
 class CompletionMetrics(nn.Module):
     """Metrics of predictive distributions against the values that came.
 
@@ -45,29 +53,27 @@ class CompletionMetrics(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
-        names = ["nll", "nll_plugin"]
-        if kind == "count":
-            names += ["mape", "mape_plugin"]
-        self.means = nn.ModuleDict({name: MeanMetric().set_dtype(torch.float64) for name in names})
-        if kind == "binary":
-            self.others = nn.ModuleDict({"auc": BinaryAUROC()})
-        else:
-            self.others = nn.ModuleDict({"rmse": RelativeRMSE(), "rmse_plugin": RelativeRMSE()})
+        names = {
+            "binary": ["auc", "nll", "nll_plugin"],
+            "count": ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"],
+        }
+        makers = {"auc": BinaryAUROC, "rmse": RelativeRMSE}
+        self.metrics = nn.ModuleDict({name: makers.get(name.split("_")[0], Mean)() for name in names[kind]})
 
     def update(self, predictive: Predictive, x: Float[Tensor, "S"]) -> None:
         """Add the entries with values `x`."""
         if self.kind == "binary":
-            self.others["auc"].update(predictive.mean, x.long())
+            self.metrics["auc"].update(predictive.mean, x.long())
         for suffix, prediction in {"": predictive, "_plugin": predictive.plugin()}.items():
-            self.means["nll" + suffix].update(-prediction.log_prob(x))
+            self.metrics["nll" + suffix].update(-prediction.log_prob(x))
             if self.kind == "count":
-                self.others["rmse" + suffix].update(prediction.mean, x)
-                self.means["mape" + suffix].update((x - prediction.mean).abs() / (x + 1))
+                self.metrics["rmse" + suffix].update(prediction.mean, x)
+                self.metrics["mape" + suffix].update((x - prediction.mean).abs() / (x + 1))
 
     def compute(self) -> dict[str, Float[Tensor, ""]]:
         """All metrics of the entries added since the last reset."""
-        return {name: metric.compute() for name, metric in [*self.others.items(), *self.means.items()]}
+        return {name: metric.compute() for name, metric in self.metrics.items()}
 
     def reset(self) -> None:
-        for metric in [*self.means.values(), *self.others.values()]:
+        for metric in self.metrics.values():
             metric.reset()

@@ -1,0 +1,38 @@
+import numpy as np
+import pytest
+import torch
+from scipy.spatial.distance import cdist
+
+from ented.kernels import RBF
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("lengthscale", "variance"), [(1.0, 1.0), (0.7, 2.5)])
+def test_rbf_is_the_gaussian_of_the_distance(lengthscale, variance):
+    x, y = normal(4, 3), normal(5, 3, seed=1)
+    expected = variance * np.exp(-((cdist(x, y) / lengthscale) ** 2) / 2)
+    torch.testing.assert_close(RBF(lengthscale, variance)(x, y), torch.from_numpy(expected))
+
+
+def test_default_is_the_papers_bandwidth_one():
+    x, y = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
+    assert RBF()(x, y).item() == pytest.approx(np.exp(-1))
+
+
+def test_diagonal_is_the_covariance_of_a_row_with_itself():
+    kernel, x = RBF(0.7, 2.5), normal(2, 4, 3)
+    torch.testing.assert_close(kernel.diagonal(x), kernel(x, x).diagonal(dim1=-2, dim2=-1))
+
+
+def test_leading_dimensions_equal_a_loop():
+    kernel, x, y = RBF(0.7, 2.5), normal(2, 4, 3), normal(2, 5, 3, seed=1)
+    torch.testing.assert_close(kernel(x, y), torch.stack([kernel(x[i], y[i]) for i in range(2)]))
+
+
+def test_rounding_never_lifts_a_covariance_above_the_variance():
+    """|x|^2 + |y|^2 - 2 x'y of equal rows far from the origin is rounding noise of either sign."""
+    x = 1e4 + normal(50, 3)
+    assert (RBF()(x, x) <= 1).all()

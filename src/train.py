@@ -18,7 +18,7 @@ import hydra
 import lightning as L
 import pandas as pd
 import torch
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -41,8 +41,10 @@ def main(cfg: DictConfig) -> None:
     global failed
     try:
         train(cfg)
-    except InputError as error:  # the other cells of a grid go on
-        print(f"error: {error}", file=sys.stderr)
+    except (InputError, InstantiationException) as error:
+        if cause(error) is None:
+            raise
+        print(f"error: {cause(error)}", file=sys.stderr)  # the other cells of a grid go on
         failed = True
 
 
@@ -108,11 +110,14 @@ def run_fold(cfg: DictConfig, dataset: Dataset, fold: int) -> dict:
         if cfg.protocol.holdout:
             epochs = choose_epochs(cfg, run.path / "holdout", module(), held_out)
         recorder = Recorder(run.path, cfg.checkpoint_seconds)
-        trainer = fit(cfg, recorder, fitted, all_entries, epochs, logger(cfg, run.path))
+        logger = tracker(cfg, run)
+        trainer = fit(cfg, recorder, fitted, all_entries, epochs, logger)
         (tested,) = trainer.test(fitted, all_entries, verbose=False)
         metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
         run.write_predictions(dataset.modes, test, join(trainer.predict(fitted, all_entries)))
         log.info("%s", comparison(cfg, metrics, train, test, likelihood))
+        if logger:
+            logger.experiment.finish()
         result = run.finish(metrics, epochs, trainer.global_step, recorder.seconds)
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info(
@@ -148,15 +153,13 @@ def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logge
     accelerator = cfg.trainer.accelerator
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    shows_progress = sys.stderr.isatty() and "progress_bar" in cfg.callbacks
-    callbacks = [instantiate(cfg.callbacks.progress_bar)] if shows_progress else []
     trainer = L.Trainer(
         accelerator=accelerator,
         devices=cfg.trainer.devices,
         max_epochs=epochs,
         logger=logger,
-        callbacks=[*callbacks, recorder],
-        enable_progress_bar=shows_progress,
+        callbacks=[*instantiate(cfg.callbacks).values(), recorder],
+        enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
@@ -167,14 +170,17 @@ def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logge
     return trainer
 
 
-def logger(cfg: DictConfig, folder: Path):
+def tracker(cfg: DictConfig, run: RunFolder):
     """The experiment tracker that the config asks for, False for none."""
     if not cfg.logger:
         return False
     import wandb
 
-    offline = wandb.api.api_key is None
-    return instantiate(cfg.logger, save_dir=str(folder), offline=offline)
+    has_key = wandb.login(prompt=False)
+    mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    logger = instantiate(cfg.logger, save_dir=run.path, name=run.path.relative_to(cfg.runs_dir).as_posix(), mode=mode)
+    logger.log_hyperparams(run.config)
+    return logger
 
 
 def comparison(cfg, metrics: dict, train: COOTensor, test: COOTensor, likelihood: PolyaGamma) -> str:
@@ -197,14 +203,20 @@ def title(cfg: DictConfig) -> str:
     return f"{cfg.dataset.name}  {cfg.model.name}  rank {cfg.rank}"
 
 
-def one_line(error: BaseException) -> str:
-    """What an error of the configuration says, on one line."""
+def cause(error: BaseException | None) -> InputError | None:
+    """The user's mistake behind an error, None if there is none."""
+    while error is not None and not isinstance(error, InputError):
+        error = error.__cause__
+    return error
+
+
+def one_line(error: Exception) -> str:
+    """What is wrong with the command line or the configuration."""
     if isinstance(error, MissingConfigException) and error.options:
         return f"there is no {error.missing_cfg_file}: choose from {', '.join(error.options)}"
-    cause = error
-    while cause is not None and not isinstance(cause, InputError):
-        cause = cause.__cause__
-    return " ".join(str(cause or error).split())
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override}: quote the value if it holds = or other signs, as in 'key=\"a=b\"'"
+    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":
@@ -215,4 +227,4 @@ if __name__ == "__main__":
         main()
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {one_line(error)}")
-    sys.exit(failed)
+    sys.exit(1 if failed else 0)

@@ -9,6 +9,7 @@ Every setting is listed in conf/config.yaml. Started again, a command does only 
 
 import json
 import logging
+import math
 import os
 import sys
 import warnings
@@ -61,19 +62,29 @@ def train(cfg: DictConfig) -> None:
             log.info("%s  %d folds  %s", title(cfg), len(results), metrics)
 
 
+# least values of whole numbers; numbers above 0; numbers from 0
+WHOLE = {"rank": 1, "inducing": 1, "model.blocks": 1, "epochs": 1, "batch_size": 1, "protocol.patience": 1, "seed": 0}
+POSITIVE = ["lr", "rho", "model.init_std", "likelihood.zeta"]
+NOT_NEGATIVE = ["model.jitter", "protocol.holdout", "checkpoint_seconds"]
+
+
 def check(cfg: DictConfig) -> None:
-    """Raise InputError where a number is not what it must be."""
+    """Raise InputError where a setting is not what it must be."""
     if cfg.protocol.name == "paper" and cfg.dataset.paper is None:
         raise InputError(f"dataset={cfg.dataset.name} has no published settings: use protocol=holdout")
-    for name, least in {"rank": 1, "inducing": 1, "epochs": 1, "batch_size": 1, "seed": 0}.items():
-        if type(cfg[name]) is not int or cfg[name] < least:
-            raise InputError(f"{name}={cfg[name]}: it must be a whole number, {least} or more")
+    for name in [*WHOLE, *POSITIVE, *NOT_NEGATIVE]:
+        value = OmegaConf.select(cfg, name)
+        if value is None:  # not a setting of this model, likelihood or protocol
+            continue
+        if name in WHOLE and (type(value) is not int or value < WHOLE[name]):
+            raise InputError(f"{name}={value}: it must be a whole number, {WHOLE[name]} or more")
+        number = type(value) in (int, float) and math.isfinite(value)
+        if not number or value < 0 or (name in POSITIVE and value == 0):
+            raise InputError(f"{name}={value}: it must be a number {'above 0' if name in POSITIVE else 'from 0'}")
+    if cfg.rho > 1 or cfg.protocol.holdout >= 1:
+        raise InputError(f"rho={cfg.rho} must be at most 1, protocol.holdout={cfg.protocol.holdout} below 1")
     if cfg.fold != "all" and type(cfg.fold) is not int:
         raise InputError(f"fold={cfg.fold}: it must be a number or all")
-    if type(cfg.lr) not in (int, float) or not 0 < cfg.lr < float("inf"):
-        raise InputError(f"lr={cfg.lr}: it must be a number above 0")
-    if type(cfg.rho) not in (int, float) or not 0 < cfg.rho <= 1:
-        raise InputError(f"rho={cfg.rho}: it must be a number above 0 and at most 1")
     if cfg.dtype not in ("float32", "float64"):
         raise InputError(f"dtype={cfg.dtype}: choose float32 or float64")
 

@@ -43,7 +43,9 @@ def test_features_are_those_of_two_orthogonal_processes(jitter):
     K_BB, K_HB, K_HH = k(B, B) + jitter * eye, k(H, B), k(H, H) + jitter * eye
     C_HH = K_HH - K_HB @ K_BB.inverse() @ K_HB.T
     C_Hm = k(H, M) - K_HB @ K_BB.inverse() @ k(B, M)
-    expected = torch.cat([torch.linalg.cholesky(K_BB).inverse() @ k(B, M), torch.linalg.cholesky(C_HH).inverse() @ C_Hm])
+    expected = torch.cat(
+        [torch.linalg.cholesky(K_BB).inverse() @ k(B, M), torch.linalg.cholesky(C_HH).inverse() @ C_Hm]
+    )
     features = inducing(RBF(), M)
     torch.testing.assert_close(features.phi, expected, rtol=1e-6, atol=1e-9)
     assert features.info == 0

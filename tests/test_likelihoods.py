@@ -94,7 +94,7 @@ def polya_gamma_mean(b, c):
     return b * ((1 / (k**2 + c**2 / (4 * np.pi**2))).sum() + tail) / (2 * np.pi**2)
 
 
-@pytest.mark.parametrize("c", [0.0, 1e-8, 1e-4, 9.99e-4, 1.001e-3, 0.01, 0.5, 3.0, 30.0])
+@pytest.mark.parametrize("c", [0.0, 1e-8, 1e-4, 9.99e-4, 1.001e-3, 0.01, 0.09, 0.5, 3.0, 30.0])
 @both
 def test_theta_is_the_polya_gamma_mean(likelihood, c):
     for x in values_of(likelihood):
@@ -125,9 +125,7 @@ def test_bound_is_the_augmented_bound_at_the_best_tilt(likelihood, mean, varianc
         def negative_bound(c, b=b, chi=chi, at_zero=at_zero):
             theta = b * np.tanh(c / 2) / (2 * c)
             # log h from p(x | f = 0) = h 2^-b
-            return -(
-                chi * mean - theta * (mean**2 + variance - c**2) / 2 - b * np.log(np.cosh(c / 2)) + at_zero
-            )
+            return -(chi * mean - theta * (mean**2 + variance - c**2) / 2 - b * np.log(np.cosh(c / 2)) + at_zero)
 
         best = minimize_scalar(negative_bound, bounds=(1e-6, 20), method="bounded", options={"xatol": 1e-9})
         actual = likelihood.bound(tensor(x), tensor(mean), tensor(variance)).item()
@@ -240,11 +238,13 @@ def test_quantile_is_that_of_the_mixture(mean, variance, below):
     cdf = brute_force_cdf(mean, variance, below)
     for q in (0.01, 0.05, 0.3, 0.5, 0.8, 0.95, 0.999):
         assert cdf[-1] > q
-        assert predictive(NB, mean, variance).quantile(q).item() == (cdf < q).sum()
+        # at mean 0 P(x <= 19) is 1/2 exactly, by symmetry in f: rounding must not decide
+        assert predictive(NB, mean, variance).quantile(q).item() == (cdf < q - 1e-9).sum()
 
 
 def test_quantiles_of_several_entries_are_those_of_each():
-    f_mean, f_variance = tensor(-3.0, 0.0, 2.5), tensor(1.0, 0.3, 0.05)
+    """The root finder leaves entries behind as they converge, in no order."""
+    f_mean, f_variance = torch.linspace(-8, 3, 12).double().flip(0), torch.linspace(0, 0.4, 12).double()
     entries = zip(f_mean.tolist(), f_variance.tolist(), strict=True)
     expected = [(brute_force_cdf(*entry, 800) < 0.9).sum() for entry in entries]
     assert Predictive(NB, f_mean, f_variance).quantile(0.9).tolist() == expected
@@ -259,7 +259,9 @@ def test_quantile_at_the_edge_between_two_counts(f, k):
 
 
 @pytest.mark.parametrize("variance", [0.0, 0.5])
-@pytest.mark.parametrize("f", [-20.0, -30.0])
+@pytest.mark.parametrize(
+    "f", [-20.0, -30.0, pytest.param(-50.0, marks=pytest.mark.xfail(strict=True, reason="NaN where sigmoid(-f) is 1"))]
+)
 def test_quantile_of_a_count_that_is_surely_zero(f, variance):
     assert predictive(NB, f, variance).quantile(0.95).item() == 0
 
@@ -268,9 +270,7 @@ def test_quantile_of_a_count_that_is_surely_zero(f, variance):
 @pytest.mark.parametrize("q", [0.05, 0.5, 0.95])
 def test_quantile_of_large_counts(mean, variance, q):
     k = predictive(NB, mean, variance).quantile(q).item()
-    below, at = (
-        expectation(lambda f, k=k: stats.nbinom.cdf(k, ZETA, expit(-f)), mean, variance) for k in (k - 1, k)
-    )
+    below, at = (expectation(lambda f, k=k: stats.nbinom.cdf(k, ZETA, expit(-f)), mean, variance) for k in (k - 1, k))
     # 1e-6 for the quadrature rules, on both sides
     assert k == int(k)
     assert below - 1e-6 < q <= at + 1e-6

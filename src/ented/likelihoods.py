@@ -159,6 +159,7 @@ class NegativeBinomial(PolyaGamma):
         return mean + mean.square() * ((1 + 1 / self.zeta) * f_variance.exp() - 1)
 
     def quantile(self, q, f_mean, f_variance):
+        device, f_mean, f_variance = f_mean.device, f_mean.cpu(), f_variance.cpu()  # SciPy's part
         nodes, log_weights = hermite_nodes(f_mean)
         weights = log_weights.exp().numpy()
         failure = torch.sigmoid(-(f_mean[..., None] + f_variance.sqrt()[..., None] * nodes)).numpy()
@@ -174,7 +175,7 @@ class NegativeBinomial(PolyaGamma):
         entry = np.arange(len(upper))
         root = elementwise.find_root(excess, (np.full(len(upper), -1.0 + 1e-9), upper), args=(entry,))
         # P(x <= 0) >= q leaves the root at or below 0; find_root stops within rounding of an integer root
-        return torch.from_numpy(np.ceil(root.x - 1e-6)).clamp_min(0)
+        return torch.from_numpy(np.ceil(root.x - 1e-6)).clamp_min(0).to(device)
 
     def sample(self, f):
         rate = torch.distributions.Gamma(self.zeta, torch.exp(-f)).sample()

@@ -5,7 +5,7 @@ from tqdm import tqdm
 
 
 class Progress(L.Callback):
-    """One bar for a fit, with the bound and the metrics of the last finished epoch; nothing where stderr is no terminal."""
+    """One bar for a fit, with the bound and the metrics of the last finished epoch. Only a terminal shows it."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.bar = tqdm(

@@ -1,0 +1,400 @@
+"""The command line: runs, grids, what is done again and what is not, and what a user's mistakes lead to."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from scipy.stats import nbinom
+from sklearn.metrics import roc_auc_score
+
+from ented.recorder import best_epoch
+
+TRAIN = Path(__file__).parent.parent / "src" / "train.py"
+TINY = ["epochs=3", "inducing=8", "rank=2", "dataset.source.shape=[6,5,4]", "dataset.source.folds=2"]
+
+
+def write_folds(folder: Path, name: str, seed: int, largest: int) -> None:
+    random = np.random.default_rng(seed)
+    cells = np.array([(i, j, k) for i in range(6) for j in range(5) for k in range(4)])
+    for fold in range(2):
+        rows = np.column_stack([cells, random.integers(0, largest + 1, len(cells))])[random.permutation(len(cells))]
+        (folder / name).mkdir(exist_ok=True)
+        np.savez(folder / name / f"fold-{fold}.npz", train=rows[:90], test=rows[90:])
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch) -> Path:
+    """A data folder with two binary tensors and one of counts, six by five by four."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_folds(folder, "ones", 0, 1)
+    write_folds(folder, "zeros", 1, 1)
+    write_folds(folder, "counts", 2, 9)
+    return folder
+
+
+class Command:
+    """`python src/train.py` in this process, which saves the seconds that the imports take."""
+
+    def __init__(self, monkeypatch, capfd):
+        self.monkeypatch, self.capfd = monkeypatch, capfd
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", [str(TRAIN), *arguments])
+        self.capfd.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            runpy.run_path(str(TRAIN), run_name="__main__")
+        out, err = self.capfd.readouterr()
+        if isinstance(exit.value.code, str):  # what Python itself does with such an exit
+            return 1, out, err + exit.value.code + "\n"
+        return exit.value.code or 0, out, err
+
+
+@pytest.fixture
+def command(monkeypatch, capfd) -> Command:
+    return Command(monkeypatch, capfd)
+
+
+def binary(folder: Path, name: str = "ones") -> list[str]:
+    return ["dataset=enron", f"dataset.name={name}", f"data_dir={folder}", "dataset.source.url=null", *TINY]
+
+
+def counts(folder: Path) -> list[str]:
+    return [
+        *["dataset=ems", "dataset.name=counts", f"data_dir={folder}", "dataset.source.url=null"],
+        *["dataset.source.modes=[a,b,c]", *TINY],
+    ]
+
+
+def finished(runs_dir: Path) -> dict[str, float]:
+    """When each finished run below a folder was finished."""
+    return {str(file.parent): file.stat().st_mtime_ns for file in runs_dir.rglob("metrics.json")}
+
+
+def numbers(run: Path) -> dict:
+    """metrics.json without the time it took."""
+    return {
+        key: value for key, value in json.loads((run / "metrics.json").read_text()).items() if key != "train_seconds"
+    }
+
+
+@pytest.mark.parametrize("protocol", ["paper", "holdout"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_run_of_counts_leaves_its_folder(command, tiny, protocol, dtype):
+    code, out, err = command(*counts(tiny), f"protocol={protocol}", f"dtype={dtype}", "fold=1", "seed=4")
+    assert code == 0, err
+    run = tiny.parent / "runs/counts/ented/rank=2/fold=1/seed=4"
+    expected = {"config.yaml", "train.log", "epochs.csv", "last.ckpt", "predictions.csv", "metrics.json"}
+    assert {file.name for file in run.iterdir()} == expected | ({"holdout"} if protocol == "holdout" else set())
+
+    result = json.loads((run / "metrics.json").read_text())
+    head = ["dataset", "model", "rank", "fold", "seed", "protocol"]
+    assert [result[key] for key in head] == ["counts", "ented", 2, 1, 4, protocol]
+    epochs = pd.read_csv(run / "epochs.csv")
+    assert result["epochs"] == len(epochs) == epochs.epoch.iloc[-1]
+    assert result["steps"] == result["epochs"] * 1  # 90 entries are one batch
+    assert result["train_seconds"] > 0 and result["version"]
+
+    # the metrics again, from the posterior of f alone
+    table = pd.read_csv(run / "predictions.csv")
+    test = np.load(tiny / "counts/fold-1.npz")["test"]
+    np.testing.assert_array_equal(table[["a", "b", "c", "value"]], test)
+    zeta, x, mu, s2 = 20, table.value, table.f_mean, table.f_std**2
+    mean = zeta * np.exp(mu + s2 / 2)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    f = mu.to_numpy()[:, None] + table.f_std.to_numpy()[:, None] * nodes
+    density = nbinom.pmf(x.to_numpy()[:, None], zeta, 1 / (1 + np.exp(f))) @ weights / weights.sum()
+    plugin = zeta * np.exp(mu)
+    expected = {
+        "rmse": np.sqrt(((x - mean) ** 2).sum() / (x**2).sum()),
+        "mape": (abs(x - mean) / (x + 1)).mean(),
+        "nll": -np.log(density).mean(),
+        "nll_plugin": -nbinom.logpmf(x, zeta, 1 / (1 + np.exp(mu))).mean(),
+        "rmse_plugin": np.sqrt(((x - plugin) ** 2).sum() / (x**2).sum()),
+        "mape_plugin": (abs(x - plugin) / (x + 1)).mean(),
+    }
+    assert result["metrics"] == pytest.approx(expected, rel=1e-4)  # the table has six digits
+    assert (table.lower <= table.upper).all()
+    for row in ("ented", "main effects", "overall mean"):
+        assert row in out
+
+
+def test_all_folds_of_a_binary_tensor_and_their_summary(command, tiny):
+    code, out, err = command(*binary(tiny), "protocol=paper")
+    assert code == 0, err
+    aucs = []
+    for fold in range(2):
+        run = tiny.parent / f"runs/ones/ented/rank=2/fold={fold}/seed=0"
+        table = pd.read_csv(run / "predictions.csv")
+        aucs.append(roc_auc_score(table.value, table["mean"]))
+        metrics = json.loads((run / "metrics.json").read_text())["metrics"]
+        assert metrics.keys() == {"auc", "nll", "nll_plugin"}
+        assert metrics["auc"] == pytest.approx(aucs[-1], abs=1e-6)
+        likelihood = np.where(table.value == 1, table["mean"], 1 - table["mean"])
+        assert metrics["nll"] == pytest.approx(-np.log(likelihood).mean(), rel=1e-4)
+    summary = json.loads((tiny.parent / "runs/ones/ented/rank=2/summary.json").read_text())
+    auc = summary["seeds"]["0"]["metrics"]["auc"]
+    assert auc == pytest.approx({"mean": np.mean(aucs), "std": np.std(aucs, ddof=1)}, abs=1e-6)
+    assert f"auc {auc['mean']:.4f} ± {auc['std']:.4f}" in out
+
+
+def test_a_summary_keeps_other_seeds(command, tiny):
+    for seed in (0, 1):
+        assert command(*binary(tiny), f"seed={seed}")[0] == 0
+    summary = json.loads((tiny.parent / "runs/ones/ented/rank=2/summary.json").read_text())
+    assert summary["seeds"].keys() == {"0", "1"}
+
+
+def test_a_grid_started_again_does_only_what_is_missing(command, tiny):
+    grid = ["-m", *binary(tiny, "ones,zeros"), "rank=1,2", "model=ented,gptf_pg"]
+    assert command(*grid)[0] == 0
+    runs = tiny.parent / "runs"
+    first = finished(runs)
+    assert len(first) == 2 * 2 * 2 * 2
+    assert command(*grid)[0] == 0
+    assert finished(runs) == first
+
+    lost = runs / "zeros/gptf_pg/rank=2/fold=1/seed=0"
+    before = numbers(lost)
+    subprocess.run(["rm", "-r", lost], check=True)
+    assert command(*grid)[0] == 0
+    second = finished(runs)
+    assert {run for run in second if second[run] != first[run]} == {str(lost)}
+    assert numbers(lost) == before
+
+
+def test_other_settings_are_not_taken_for_a_finished_run(command, tiny):
+    arguments = [*binary(tiny), "fold=0"]
+    assert command(*arguments)[0] == 0
+    run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
+    before = numbers(run)
+    code, _, err = command(*arguments, "lr=0.5")
+    assert code == 1 and "lr=0.001" in err and "lr=0.5" in err and "force=true" in err
+    assert numbers(run) == before
+    assert command(*arguments, "lr=0.5", "force=true")[0] == 0
+    assert numbers(run) != before
+    assert yaml.safe_load((run / "config.yaml").read_text())["lr"] == 0.5
+
+
+def test_settings_that_change_no_number_do_not_matter(command, tiny):
+    arguments = [*binary(tiny), "fold=0"]
+    assert command(*arguments)[0] == 0
+    first = finished(tiny.parent)
+    moved = tiny.rename(tiny.with_name("moved"))
+    assert command(*binary(moved), "fold=0", "checkpoint_seconds=3", "logger=wandb")[0] == 0
+    assert finished(tiny.parent) == first
+
+
+def test_the_epochs_are_chosen_on_held_out_training_entries(command, tiny):
+    assert command(*binary(tiny), "fold=0", "epochs=15", "lr=0.1", "protocol.patience=4")[0] == 0
+    run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
+    searched = pd.read_csv(run / "holdout/epochs.csv")
+    best = int(searched.val_nll.idxmin()) + 1
+    assert json.loads((run / "metrics.json").read_text())["epochs"] == len(pd.read_csv(run / "epochs.csv")) == best
+    assert len(searched) == min(15, best + 4)
+
+
+def test_best_epoch_stops_looking_when_patience_ends():
+    rows = [{"val_nll": value} for value in (3.0, 2.0, 2.5, 2.4, 1.0)]
+    assert best_epoch(rows, patience=10) == 5
+    assert best_epoch(rows, patience=2) == 2  # the epochs after the fourth are never seen
+
+
+def test_paper_protocol_uses_the_published_settings(command, tiny):
+    code, _, err = command(*binary(tiny), "fold=0", "protocol=paper", "dataset.paper.epochs=5", "epochs=5")
+    assert code == 0, err
+    config = yaml.safe_load((tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0/config.yaml").read_text())
+    assert (config["lr"], config["rho"], config["batch_size"]) == (1e-3, 0.1, 128)
+    epochs = pd.read_csv(tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0/epochs.csv")
+    assert len(epochs) == 5 and not (tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0/holdout").exists()
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_any_number_of_blocks(command, tiny, blocks):
+    assert command(*binary(tiny), "fold=0", f"model.blocks={blocks}", "inducing=9")[0] == 0
+
+
+def test_one_block_is_gptf_pg(command, tiny):
+    assert command(*binary(tiny), "fold=0", "model.blocks=1")[0] == 0
+    assert command(*binary(tiny), "fold=0", "model=gptf_pg")[0] == 0
+    one, other = (numbers(tiny.parent / f"runs/ones/{name}/rank=2/fold=0/seed=0") for name in ("ented", "gptf_pg"))
+    assert one["metrics"] == other["metrics"]
+
+
+def test_more_inducing_points_than_entries_is_a_warning(command, tiny):
+    code, out, _ = command(*binary(tiny), "fold=0", "inducing=100")
+    assert code == 0
+    assert "inducing=100 is more than the 90 training entries" in out
+
+
+def test_wandb_without_a_key_is_offline_and_asks_nothing(command, tiny, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tiny / "no-netrc"))
+    assert command(*binary(tiny), "fold=0", "logger=wandb")[0] == 0
+    (log,) = (tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0/wandb").glob("offline-run-*/run-*.wandb")
+    content = log.read_bytes()
+    assert b"elbo" in content and b"test_auc" in content and b"ones/ented/rank=2" in content
+
+
+MISTAKES = {
+    "dataset=nope": "choose from article, dblp, digg, ems, enron, flights, jhu",
+    "model=nope": "choose from ented, gptf_pg",
+    "protocol=nope": "choose from holdout, paper",
+    "likelihood=nope": "choose from bernoulli, negative_binomial",
+    "rnk=3": "rnk",
+    "runs_dir=a=b": "quote the value",
+    "rank=0": "rank=0",
+    "rank=two": "rank=two",
+    "rank=2.5": "rank=2.5",
+    "inducing=0": "inducing=0",
+    "inducing=101": "model.blocks=2",
+    "model.blocks=0": "model.blocks=0",
+    "epochs=0": "epochs=0",
+    "batch_size=-1": "batch_size=-1",
+    "seed=-1": "seed=-1",
+    "fold=1": "choose from 0",
+    "fold=some": "a number or all",
+    "lr=0": "lr=0",
+    "lr=fast": "lr=fast",
+    "rho=1.5": "rho=1.5",
+    "dtype=float16": "float32 or float64",
+    "protocol=paper": "no published settings",
+    "likelihood=bernoulli": "use likelihood=negative_binomial",
+    "likelihood.zeta=0": "likelihood.zeta",
+    "checkpoint_seconds=soon": "checkpoint_seconds=soon",
+    "model.jitter=-1": "model.jitter=-1",
+    "protocol.holdout=1": "protocol.holdout=1",
+    "protocol.holdout=1e-9": "leaves an empty part",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, monkeypatch, mistake):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = command(mistake)
+    assert code == 1
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert MISTAKES[mistake] in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_mistakes_in_the_data_end_with_one_line(command, tiny):
+    rows = np.load(tiny / "ones/fold-0.npz")
+    bad = {
+        "missing": None,
+        "corrupt": b"PK\x03\x04 is not all that a zip file needs",
+        "undefined": {"value": np.nan},
+        "negative": {"value": -1},
+        "outside": {"mode": 6},
+        "empty": "test",
+    }
+    for name, fault in bad.items():
+        (tiny / name).mkdir()
+        file = tiny / name / "fold-0.npz"
+        arrays = {split: rows[split].astype(float) for split in ("train", "test")}
+        if isinstance(fault, bytes):
+            file.write_bytes(fault)
+        elif fault:
+            if fault == "test":
+                arrays["test"] = arrays["test"][:0]
+            elif "value" in fault:
+                arrays["train"][7, 3] = fault["value"]
+            else:
+                arrays["train"][7, 0] = fault["mode"]
+            np.savez(file, **arrays)
+        code, _, err = command(*binary(tiny, name), "fold=0")
+        assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, (name, err)
+        assert name in err  # the folder
+    assert not (tiny.parent / "runs").exists()
+
+
+def test_a_mistake_in_one_cell_of_a_grid_does_not_stop_the_others(command, tiny):
+    code, _, err = command("-m", *binary(tiny), "rank=0,1", "fold=0")
+    assert code == 1 and err.count("error: ") == 1 and "Traceback" not in err
+    assert (tiny.parent / "runs/ones/ented/rank=1/fold=0/seed=0/metrics.json").exists()
+
+
+def test_killed_and_started_again_ends_with_the_same_numbers(tiny):
+    settings = ["fold=0", "epochs=40", "lr=0.03", "protocol.patience=30", "checkpoint_seconds=0", "batch_size=10"]
+    arguments = [sys.executable, str(TRAIN), *binary(tiny), *settings]
+
+    def run_folder(runs_dir: str) -> Path:
+        return tiny.parent / runs_dir / "ones/ented/rank=2/fold=0/seed=0"
+
+    subprocess.run([*arguments, "runs_dir=whole"], check=True)
+    killed = run_folder("killed")
+    # once in the search for the number of epochs, once in the fit
+    for epochs in (killed / "holdout" / "epochs.csv", killed / "epochs.csv"):
+        process = subprocess.Popen([*arguments, "runs_dir=killed"])
+        deadline = time.monotonic() + 120
+        while not (epochs.exists() and len(epochs.read_text().splitlines()) > 5):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (killed / "metrics.json").exists()
+    subprocess.run([*arguments, "runs_dir=killed"], check=True)
+    assert numbers(killed) == numbers(run_folder("whole"))
+    for name in ("predictions.csv", "holdout/chosen.json"):
+        assert (killed / name).read_bytes() == (run_folder("whole") / name).read_bytes()
+
+    # killed after the last epoch, before the results were written
+    (killed / "metrics.json").unlink()
+    (killed / "predictions.csv").unlink()
+    subprocess.run([*arguments, "runs_dir=killed"], check=True)
+    assert numbers(killed) == numbers(run_folder("whole"))
+
+
+def test_the_default_beats_the_naive_predictors(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = command()
+    assert code == 0
+    lines = out.splitlines()
+    (head,) = (number for number, line in enumerate(lines) if line.split()[:3] == ["rmse", "mape", "nll"])
+    rows = {line[:13].strip(): [float(value) for value in line[13:].split()] for line in lines[head + 1 : head + 4]}
+    for naive in ("main effects", "overall mean"):
+        for metric in range(3):
+            assert rows["ented"][metric] < rows[naive][metric]
+
+
+def test_enron_under_the_published_protocol(command, tmp_path, monkeypatch, data_dir):
+    monkeypatch.chdir(tmp_path)
+    assert command("dataset=enron", "rank=3", "protocol=paper", f"data_dir={data_dir}")[0] == 0
+    metrics = json.loads((tmp_path / "runs/enron/ented/rank=3/summary.json").read_text())["seeds"]["0"]["metrics"]
+    # the paper has 0.926 and 0.381
+    assert metrics["auc"]["mean"] >= 0.94
+    assert metrics["nll_plugin"]["mean"] <= 0.32
+
+
+def test_the_grid_of_two_datasets_and_three_ranks(command, tmp_path, monkeypatch, data_dir):
+    monkeypatch.chdir(tmp_path)
+    grid = ["-m", "dataset=digg,enron", "rank=3,5,10", f"data_dir={data_dir}", "epochs=2"]
+    code, _, err = command(*grid)
+    assert code == 0, err
+    first = finished(tmp_path)
+    assert len(first) == 2 * 3 * 5
+    assert len(list(tmp_path.rglob("summary.json"))) == 2 * 3
+    subprocess.run(["rm", "-r", tmp_path / "runs/digg/ented/rank=5/fold=2"], check=True)
+    assert command(*grid)[0] == 0
+    second = finished(tmp_path)
+    assert sum(second[run] != first[run] for run in first) == 1
+
+
+def test_no_setting_of_the_environment_is_needed(tmp_path):
+    """From another folder, in a process of its own."""
+    environment = {key: value for key, value in os.environ.items() if key != "ENTED_DATA"}
+    done = subprocess.run(
+        [sys.executable, TRAIN, "rank=0"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr.startswith("error: rank=0") and done.stderr.count("\n") == 1

@@ -19,6 +19,8 @@ import pandas as pd
 import yaml
 
 RUN = ["dataset", "model", "rank", "protocol"]
+BINARY = ["auc", "nll", "nll_plugin"]
+COUNTS = ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"]
 
 
 def collect(runs_dir: Path) -> pd.DataFrame:
@@ -32,14 +34,18 @@ def collect(runs_dir: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def table(numbers: pd.DataFrame) -> str:
-    """Mean ± standard deviation over folds and seeds, as Markdown."""
-    groups = numbers.groupby([*RUN, "metric"], sort=False).value
-    text = groups.agg(lambda v: f"{v.mean():.3f} ± {v.std():.3f}" if len(v) > 1 else f"{v.mean():.3f}").unstack()
-    runs = numbers.drop_duplicates([*RUN, "fold", "seed"]).groupby(RUN).size().rename("runs")
-    text = text.join(runs).reset_index().fillna("")
-    lines = [text.columns, ["---"] * len(text.columns), *text.to_numpy()]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+def tables(numbers: pd.DataFrame) -> str:
+    """Mean ± standard deviation over folds and seeds as Markdown: a table of binary datasets, a table of counts."""
+    values = numbers.groupby([*RUN, "metric"]).value
+    text = values.agg(lambda v: f"{v.mean():.3f} ± {v.std():.3f}" if len(v) > 1 else f"{v.mean():.3f}").unstack()
+    runs = numbers.drop_duplicates([*RUN, "fold", "seed"]).groupby(RUN).size()
+    parts = []
+    for metrics in (BINARY, COUNTS):
+        part = text.reindex(columns=metrics).dropna().assign(runs=runs).reset_index()
+        if len(part):
+            lines = [part.columns, ["---"] * len(part.columns), *part.to_numpy()]
+            parts.append("\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines))
+    return "\n\n".join(parts)
 
 
 def figure(run: Path, file: Path) -> None:
@@ -80,7 +86,7 @@ def main() -> None:
         sys.exit(f"error: no finished run below {arguments.runs_dir}")
     if arguments.csv:
         numbers.to_csv(arguments.csv, index=False)
-    print(table(numbers))
+    print(tables(numbers))
 
 
 if __name__ == "__main__":

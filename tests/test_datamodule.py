@@ -138,3 +138,11 @@ def test_training_order_follows_the_epoch_set_by_the_trainer():
     loader.sampler.set_epoch(1)
     second = values(loader)
     assert first != second and sorted(first) == sorted(second)
+
+
+def test_epoch_counts_when_the_first_batch_is_asked_for():
+    """A resumed fit makes the iterator before it sets the epoch."""
+    sampler = EpochBatches(50, 8, seed=0)
+    iterator = iter(sampler)
+    sampler.set_epoch(3)
+    assert [rows.tolist() for rows in iterator] == epoch(EpochBatches(50, 8, seed=0), 3)

@@ -243,10 +243,14 @@ def test_quantile_is_that_of_the_mixture(mean, variance, below):
 
 
 def test_quantiles_of_several_entries_are_those_of_each():
-    """The root finder leaves entries behind as they converge, in no order."""
-    f_mean, f_variance = torch.linspace(-8, 3, 12).double().flip(0), torch.linspace(0, 0.4, 12).double()
+    """Of sizes so different that the root finder is done with some entries long before others."""
+    f = torch.from_numpy(np.random.default_rng(0).uniform(-18, 11, 200))
+    for q in (0.05, 0.5, 0.9):
+        expected = stats.nbinom.ppf(q, ZETA, expit(-f.numpy()))
+        assert Predictive(NB, f, torch.zeros_like(f)).quantile(q).tolist() == expected.tolist()
+    f_mean, f_variance = torch.linspace(-8, 1, 12).double().flip(0), torch.linspace(0, 0.4, 12).double()
     entries = zip(f_mean.tolist(), f_variance.tolist(), strict=True)
-    expected = [(brute_force_cdf(*entry, 800) < 0.9).sum() for entry in entries]
+    expected = [(brute_force_cdf(*entry, 200) < 0.9).sum() for entry in entries]
     assert Predictive(NB, f_mean, f_variance).quantile(0.9).tolist() == expected
 
 

@@ -382,6 +382,13 @@ def test_starts_from_a_gaussian_and_from_the_prior_of_u():
     assert {name for name, _ in model.named_parameters()} == {"Z", "inducing.X"}
 
 
+@blocks_1_2_3
+def test_a_new_model_predicts_the_prior_of_f(blocks):
+    predictive = make_model("count", blocks, at_prior=True).predictive(make_entries("count")[0])
+    torch.testing.assert_close(predictive.f_mean, torch.zeros(ENTRIES, dtype=torch.float64))
+    torch.testing.assert_close(predictive.f_variance, torch.full((ENTRIES,), VARIANCE, dtype=torch.float64))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

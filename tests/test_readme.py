@@ -1,0 +1,63 @@
+"""What the README shows works, and its numbers are those in results/."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from test_train import Command
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def block(language: str, marker: str) -> str:
+    """The code block that contains a marker."""
+    (code,) = (code for code in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if marker in code)
+    return code
+
+
+@pytest.fixture
+def command(monkeypatch, capfd, tmp_path) -> Command:
+    monkeypatch.chdir(tmp_path)
+    return Command(monkeypatch, capfd)
+
+
+def test_your_own_table(command, tmp_path, capfd):
+    random = np.random.default_rng(0)
+    cells = pd.MultiIndex.from_product([range(40), range(30), range(12)], names=["user", "item", "week"])
+    table = pd.DataFrame({"count": random.poisson(2, len(cells))}, index=cells).reset_index()
+    table.sample(3000, random_state=0).to_csv("events.csv", index=False)
+    Path("events").mkdir()
+    exec(block("python", "events.csv"), {})
+    assert "shape: [40, 30, 12]" in capfd.readouterr().out
+
+    conf = tmp_path / "conf/dataset/events.yaml"
+    conf.parent.mkdir(parents=True)
+    conf.write_text(block("yaml", "name: events"))
+    code, _, err = command("dataset=events", "data_dir=.", "epochs=2", f"hydra.searchpath=[file://{tmp_path}/conf]")
+    assert code == 0, err
+    predictions = pd.read_csv("runs/events/ented/rank=3/fold=0/seed=0/predictions.csv")
+    assert len(predictions) == 600 and {"user", "item", "week"} < set(predictions.columns)
+
+
+def test_your_own_method(command, tmp_path, monkeypatch):
+    (tmp_path / "effects.py").write_text(block("python", "class Effects"))
+    monkeypatch.syspath_prepend(tmp_path)
+    conf = tmp_path / "conf/model/effects.yaml"
+    conf.parent.mkdir(parents=True)
+    conf.write_text(block("yaml", "effects.Effects"))
+    code, out, err = command("model=effects", "epochs=2", "lr=0.1", f"hydra.searchpath=[file://{tmp_path}/conf]")
+    assert code == 0, err
+    assert "flights  effects" in out
+    assert list(tmp_path.rglob("metrics.json"))
+
+
+def test_the_tables_are_those_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "src")
+    from report import tables
+
+    assert tables(pd.read_csv(ROOT / "results/ented_paper.csv")) in README
+    assert sys.modules.pop("report")

@@ -267,6 +267,16 @@ def test_surrogate_has_the_gradient_of_the_dense_bound(kind, blocks, scale):
 
 @blocks_1_2_3
 @kinds
+def test_surrogate_has_the_gradient_of_the_models_own_bound(kind, blocks):
+    model, (indices, x) = make_model(kind, blocks), make_entries(kind)
+    parameters = [model.Z, model.inducing.X]
+    surrogate, _, _ = model.surrogate(model.features(indices), x, 2.0)
+    expected = torch.autograd.grad(model.elbo(indices, x, 2 * len(x)), parameters)
+    torch.testing.assert_close(torch.autograd.grad(surrogate, parameters), expected, rtol=1e-9, atol=1e-11)
+
+
+@blocks_1_2_3
+@kinds
 def test_surrogate_has_the_slope_of_the_models_own_bound(kind, blocks):
     """Central differences of `elbo` along a random direction in Z and X."""
     model, (indices, x) = make_model(kind, blocks), make_entries(kind)

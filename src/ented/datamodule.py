@@ -81,7 +81,7 @@ class COODataModule(L.LightningDataModule):
         self.batch_size, self.seed, self.dtype = batch_size, seed, dtype
         self.train, self.validation, self.test = train, None, test
         if holdout:
-            order = torch.randperm(len(train), generator=generator(seed))
+            order = torch.randperm(len(train), generator=generator(seed, 0, 1))
             held_out = round(holdout * len(train))
             if not 0 < held_out < len(train):
                 raise InputError(

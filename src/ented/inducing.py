@@ -77,6 +77,5 @@ class InducingBlocks(nn.Module):
         """Features of the factor rows `M`."""
         identity = torch.eye(self.X.shape[-2], dtype=self.X.dtype, device=self.X.device)
         phi, info = Whiten.apply(kernel(self.X, self.X) + self.jitter * identity, kernel(self.X, M))
-        with torch.no_grad():
-            residual = (kernel.diagonal(M) - phi.square().sum(-2)).clamp_min(0)
+        residual = (kernel.diagonal(M) - phi.square().sum(-2)).clamp_min(0)
         return Features(phi, residual, info)

@@ -104,12 +104,13 @@ class ENTED(nn.Module):
         scale = 1.0 if total is None else total / len(values)
         return scale * self.likelihood.bound(values, mean, variance).sum() - self.q.kl() + self.log_prior()
 
+    @torch.no_grad()
     def natural_gradient_step(self, features: Features, values: Float[Tensor, "S"], scale: float, rho: float) -> None:
         """Update q(omega), then move q(u) of every block by a natural gradient step of size rho.
 
         `scale` is N / S: what one entry of the batch stands for.
         """
-        phi = features.phi.detach()
+        phi = features.phi
         mean, variance, _ = self.q.moments(phi, features.residual)
         theta = self.likelihood.theta(values, mean, variance)
         gram = scale * (phi * theta[..., None, :]) @ phi.mT

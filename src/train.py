@@ -4,7 +4,7 @@
     python src/train.py dataset=enron rank=3 protocol=paper
     python src/train.py -m dataset=digg,enron rank=3,5,10
 
-Every setting is listed in conf/config.yaml. Started again, a command does only what is missing.
+The settings are listed in conf/. Started again, a command does only what is missing.
 """
 
 import json
@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
@@ -30,7 +31,7 @@ from ented.likelihoods import PolyaGamma, Predictive
 from ented.metrics import CompletionMetrics
 from ented.naive import main_effects, overall_mean
 from ented.recorder import Recorder, best_epoch
-from ented.runs import RunFolder, join, write, write_summary
+from ented.runs import RunFolder, write, write_summary
 from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
@@ -62,92 +63,102 @@ def train(cfg: DictConfig) -> None:
             log.info("%s  %d folds  %s", title(cfg), len(results), metrics)
 
 
-# least values of whole numbers; numbers above 0; numbers from 0
-WHOLE = {"rank": 1, "inducing": 1, "model.blocks": 1, "epochs": 1, "batch_size": 1, "protocol.patience": 1, "seed": 0}
-POSITIVE = ["lr", "rho", "model.init_std", "likelihood.zeta"]
-NOT_NEGATIVE = ["model.jitter", "protocol.holdout", "checkpoint_seconds"]
+def whole(value) -> bool:
+    return type(value) is int
+
+
+def number(value) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+# what a setting must be -> the settings that must be it, and how that is seen
+RULES = {
+    "a whole number from 1": (
+        ["rank", "inducing", "model.blocks", "epochs", "batch_size", "protocol.patience"],
+        lambda value: whole(value) and value >= 1,
+    ),
+    "a whole number from 0 to 2^32 - 1": (["seed"], lambda value: whole(value) and 0 <= value < 2**32),
+    "a number above 0": (["lr", "model.init_std", "likelihood.zeta"], lambda value: number(value) and value > 0),
+    "a number above 0 and at most 1": (["rho"], lambda value: number(value) and 0 < value <= 1),
+    "a number from 0": (["model.jitter", "checkpoint_seconds"], lambda value: number(value) and value >= 0),
+    "a number from 0 and below 1": (["protocol.held_out"], lambda value: number(value) and 0 <= value < 1),
+    "a number or all": (["fold"], lambda value: value == "all" or whole(value)),
+    "float32 or float64": (["dtype"], lambda value: value in ("float32", "float64")),
+    "auto, cpu, or cuda where there is a device": (
+        ["trainer.accelerator"],
+        lambda value: value in ("auto", "cpu") or (value == "cuda" and torch.cuda.is_available()),
+    ),
+}
 
 
 def check(cfg: DictConfig) -> None:
     """Raise InputError where a setting is not what it must be."""
     if cfg.protocol.name == "paper" and cfg.dataset.paper is None:
         raise InputError(f"dataset={cfg.dataset.name} has no published settings: use protocol=holdout")
-    for name in [*WHOLE, *POSITIVE, *NOT_NEGATIVE]:
-        value = OmegaConf.select(cfg, name)
-        if value is None:  # not a setting of this model, likelihood or protocol
-            continue
-        if name in WHOLE and (type(value) is not int or value < WHOLE[name]):
-            raise InputError(f"{name}={value}: it must be a whole number, {WHOLE[name]} or more")
-        number = type(value) in (int, float) and math.isfinite(value)
-        if not number or value < 0 or (name in POSITIVE and value == 0):
-            raise InputError(f"{name}={value}: it must be a number {'above 0' if name in POSITIVE else 'from 0'}")
-    if cfg.rho > 1 or cfg.protocol.holdout >= 1:
-        raise InputError(f"rho={cfg.rho} must be at most 1, protocol.holdout={cfg.protocol.holdout} below 1")
-    if cfg.fold != "all" and type(cfg.fold) is not int:
-        raise InputError(f"fold={cfg.fold}: it must be a number or all")
-    if cfg.dtype not in ("float32", "float64"):
-        raise InputError(f"dtype={cfg.dtype}: choose float32 or float64")
+    for rule, (names, holds) in RULES.items():
+        for name in names:
+            value = OmegaConf.select(cfg, name, default="absent")  # from a model or protocol that has no such setting
+            if value != "absent" and not holds(value):
+                raise InputError(f"{name}={value}: it must be {rule}")
 
 
 def run_fold(cfg: DictConfig, dataset: Dataset, fold: int) -> dict:
     """Do what is missing of one fold's run and return its metrics.json."""
     run = RunFolder(OmegaConf.to_container(cfg, resolve=True) | {"fold": fold})
-    if not cfg.force:
-        run.check()
-        if run.metrics:
-            log.info("%s is finished", run.path)
-            return run.metrics
+    if not cfg.force and run.metrics:
+        log.info("%s is finished", run.path)
+        return run.metrics
     with run.logging():
         train, test = dataset.load(fold)
         likelihood: PolyaGamma = instantiate(cfg.likelihood)
         likelihood.check(torch.cat([train.values, test.values]))
         log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, len(train), len(test))
-        if cfg.inducing > len(train):
-            log.warning("inducing=%d is more than the %d training entries", cfg.inducing, len(train))
-        dtype = getattr(torch, cfg.dtype)
 
-        def data(holdout: float) -> COODataModule:
-            return COODataModule(train, test, cfg.batch_size, cfg.seed, holdout, dtype)
+        def data(held_out: float) -> COODataModule:
+            return COODataModule(train, test, cfg.batch_size, cfg.seed, held_out, getattr(torch, cfg.dtype))
 
         def module() -> L.LightningModule:
             L.seed_everything(cfg.seed, verbose=False)
             settings = {key: value for key, value in cfg.model.items() if key != "name"}
-            return instantiate(settings, shape=dataset.shape, likelihood=likelihood).to(dtype)
+            with parameters_in(getattr(torch, cfg.dtype)):
+                return instantiate(settings, shape=dataset.shape, likelihood=likelihood)
 
         # made before the folder, so that settings which do not fit leave nothing behind
-        fitted, all_entries, held_out = module(), data(0), data(cfg.protocol.holdout)
+        fitted, all_entries, part = module(), data(0), data(cfg.protocol.held_out)
         run.open(cfg.force)
         epochs = cfg.epochs
-        if cfg.protocol.holdout:
-            epochs = choose_epochs(cfg, run.path / "holdout", module(), held_out)
+        if cfg.protocol.held_out:
+            epochs = choose_epochs(cfg, run.path / "holdout", module(), part)
         recorder = Recorder(run.path, cfg.checkpoint_seconds)
-        logger = tracker(cfg, run)
-        trainer = fit(cfg, recorder, fitted, all_entries, epochs, logger)
-        (tested,) = trainer.test(fitted, all_entries, verbose=False)
+        with tracker(cfg, run) as logger:
+            trainer = fit(cfg, recorder, fitted, all_entries, epochs, logger)
+            (tested,) = trainer.test(fitted, all_entries, verbose=False)
         metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
-        run.write_predictions(dataset.modes, test, join(trainer.predict(fitted, all_entries)))
+        run.write_predictions(dataset.modes, test, trainer.predict(fitted, all_entries))
         log.info("%s", comparison(cfg, metrics, train, test, likelihood))
-        if logger:
-            logger.experiment.finish()
         result = run.finish(metrics, epochs, trainer.global_step, recorder.seconds)
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info(
-            "%s  fold %d  %s  %d epochs  %.1f s  %s",
-            title(cfg),
-            fold,
-            numbers,
-            epochs,
-            recorder.seconds,
-            run.path,
+            "%s  fold %d  %s  %d epochs  %.1f s  %s", title(cfg), fold, numbers, epochs, recorder.seconds, run.path
         )
     return result
+
+
+@contextmanager
+def parameters_in(dtype: torch.dtype):
+    """Make new parameters of a dtype. Metrics keep the double precision that they ask for."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data: COODataModule) -> int:
     """Fit with a part of the training entries held out; return the number of epochs with the lowest NLL on them."""
     chosen = folder / "chosen.json"
     if not chosen.exists():
-        folder.mkdir(exist_ok=True)
         recorder = Recorder(folder, cfg.checkpoint_seconds, cfg.protocol.patience)
         fit(cfg, recorder, module, data, cfg.epochs)
         epochs = best_epoch(recorder.rows, cfg.protocol.patience)
@@ -162,11 +173,11 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
 def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logger=False) -> L.Trainer:
     """Train for a number of epochs, from the recorder's checkpoint where there is one."""
     accelerator = cfg.trainer.accelerator
-    if accelerator == "auto":
+    if accelerator == "auto":  # not Lightning's, which takes Apple's GPU too; that has no float64
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = L.Trainer(
         accelerator=accelerator,
-        devices=cfg.trainer.devices,
+        devices=1,
         max_epochs=epochs,
         logger=logger,
         callbacks=[*instantiate(cfg.callbacks).values(), recorder],
@@ -181,17 +192,22 @@ def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logge
     return trainer
 
 
+@contextmanager
 def tracker(cfg: DictConfig, run: RunFolder):
-    """The experiment tracker that the config asks for, False for none."""
+    """The experiment tracker that the config asks for, False for none; closed at the end, also after an error."""
     if not cfg.logger:
-        return False
+        yield False
+        return
     import wandb
 
     has_key = wandb.login(prompt=False)
     mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
     logger = instantiate(cfg.logger, save_dir=run.path, name=run.path.relative_to(cfg.runs_dir).as_posix(), mode=mode)
     logger.log_hyperparams(run.config)
-    return logger
+    try:
+        yield logger
+    finally:
+        wandb.finish()
 
 
 def comparison(cfg, metrics: dict, train: COOTensor, test: COOTensor, likelihood: PolyaGamma) -> str:
@@ -237,5 +253,9 @@ if __name__ == "__main__":
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {one_line(error)}")
+    except ValueError as error:
+        if not str(error).startswith("Config group override"):  # Hydra's, for dataset=null
+            raise
         sys.exit(f"error: {one_line(error)}")
     sys.exit(1 if failed else 0)

@@ -54,7 +54,7 @@ def test_orders_of_other_epochs_and_seeds_differ():
 def test_an_epoch_leaves_the_global_random_state_alone():
     before = torch.get_rng_state()
     epoch(EpochBatches(50, 8, seed=0))
-    COODataModule(make(50), make(5), 8, seed=0, holdout=0.2)
+    COODataModule(make(50), make(5), 8, seed=0, held_out=0.2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -68,7 +68,7 @@ def test_generator_depends_on_every_number():
 
 @pytest.mark.parametrize(("holdout", "size"), [(0.1, 10), (0.25, 25), (0.018, 2), (0.99, 99)])
 def test_holdout_is_a_partition_of_the_training_entries(holdout, size):
-    data = COODataModule(make(100), make(5, start=100), 8, seed=0, holdout=holdout)
+    data = COODataModule(make(100), make(5, start=100), 8, seed=0, held_out=holdout)
     train, validation = values(data.train_dataloader()), values(data.val_dataloader())
     assert len(validation) == size
     assert sorted(train + validation) == list(range(100))
@@ -79,7 +79,7 @@ def test_holdout_is_a_partition_of_the_training_entries(holdout, size):
 def test_holdout_depends_on_the_seed_alone():
     def held_out(seed):
         torch.rand(3)
-        data = COODataModule(make(100), make(5), 8, seed=seed, holdout=0.2)
+        data = COODataModule(make(100), make(5), 8, seed=seed, held_out=0.2)
         return tuple(sorted(data.validation.values.tolist()))
 
     assert held_out(1) == held_out(1)
@@ -97,14 +97,14 @@ def test_without_holdout_all_entries_are_trained_on():
 )
 def test_an_empty_part_is_refused(entries, holdout):
     with pytest.raises(InputError, match=f"holding out {holdout:g} of {entries} training entries leaves an empty part"):
-        COODataModule(make(entries), make(5), 8, seed=0, holdout=holdout)
+        COODataModule(make(entries), make(5), 8, seed=0, held_out=holdout)
 
 
 # batches
 
 
 def test_batches_hold_the_cells_and_values_of_their_rows():
-    data = COODataModule(make(20), make(10), 8, seed=0, holdout=0.3)
+    data = COODataModule(make(20), make(10), 8, seed=0, held_out=0.3)
     for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
         for indices, x in loader:
             assert indices.dtype == torch.int64
@@ -113,7 +113,7 @@ def test_batches_hold_the_cells_and_values_of_their_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_training_values_have_the_models_dtype_and_evaluation_is_in_float64(dtype):
-    data = COODataModule(make(20), make(10), 8, seed=0, holdout=0.2, dtype=dtype)
+    data = COODataModule(make(20), make(10), 8, seed=0, held_out=0.2, dtype=dtype)
     assert all(x.dtype == dtype for _, x in data.train_dataloader())
     for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
         assert all(x.dtype == torch.float64 for _, x in loader)

@@ -5,7 +5,7 @@ from scipy import integrate, stats
 from scipy.optimize import minimize_scalar
 from scipy.special import expit
 
-from ented.likelihoods import Bernoulli, NegativeBinomial, Predictive
+from ented.likelihoods import Bernoulli, LatentGaussian, NegativeBinomial
 from ented.tensor import InputError
 
 ZETA = 20.0
@@ -37,7 +37,7 @@ def expectation(function, mean, variance):
 
 def predictive(likelihood, mean, variance):
     """Of one entry."""
-    return Predictive(likelihood, tensor(mean), tensor(variance))
+    return LatentGaussian(likelihood, tensor(mean), tensor(variance))
 
 
 def brute_force_cdf(mean, variance, below):
@@ -150,7 +150,7 @@ def test_bound_lies_below_the_expected_log_likelihood(likelihood, mean, variance
 @both
 def test_likelihood_starts_from_f_of_the_mean_value(likelihood):
     values = tensor(0, 1, 1, 1) if likelihood.kind == "binary" else tensor(0, 3, 40, 5)
-    f = likelihood.constant(values)
+    f = likelihood.intercept(values)
     mean = expit(f) if likelihood.kind == "binary" else likelihood.zeta * np.exp(f)
     assert mean == pytest.approx(values.mean().item())
 
@@ -212,7 +212,7 @@ def test_predictive_log_prob_is_exact_for_every_shape(mean, variance, zeta):
     points = np.log((x + 0.5) / zeta)  # where the integrands peak
     expected, _ = integrate.quad_vec(joint, mean - 12 * sd, mean + 12 * sd, epsabs=0, epsrel=1e-11, points=points)
     f_mean, f_variance = (torch.full((len(x),), value, dtype=torch.float64) for value in (mean, variance))
-    actual = Predictive(NegativeBinomial(zeta), f_mean, f_variance).log_prob(torch.from_numpy(x))
+    actual = LatentGaussian(NegativeBinomial(zeta), f_mean, f_variance).log_prob(torch.from_numpy(x))
     np.testing.assert_allclose(actual, np.log(expected), atol=1e-7)
 
 
@@ -263,11 +263,11 @@ def test_quantiles_of_several_entries_are_those_of_each():
     f = torch.from_numpy(np.random.default_rng(0).uniform(-18, 11, 200))
     for q in (0.05, 0.5, 0.9):
         expected = stats.nbinom.ppf(q, ZETA, expit(-f.numpy()))
-        assert Predictive(NB, f, torch.zeros_like(f)).quantile(q).tolist() == expected.tolist()
+        assert LatentGaussian(NB, f, torch.zeros_like(f)).quantile(q).tolist() == expected.tolist()
     f_mean, f_variance = torch.linspace(-8, 1, 12).double().flip(0), torch.linspace(0, 0.4, 12).double()
     entries = zip(f_mean.tolist(), f_variance.tolist(), strict=True)
     expected = [(brute_force_cdf(*entry, 200) < 0.9).sum() for entry in entries]
-    assert Predictive(NB, f_mean, f_variance).quantile(0.9).tolist() == expected
+    assert LatentGaussian(NB, f_mean, f_variance).quantile(0.9).tolist() == expected
 
 
 @pytest.mark.parametrize(("f", "k"), [(-4.0, 0), (-2.0, 0), (-2.0, 1), (0.2, 9), (0.2, 24), (0.2, 50)])
@@ -305,7 +305,7 @@ def test_binary_quantile_is_that_of_the_probability(mean, variance):
 def test_draws_follow_the_mixture(likelihood):
     torch.manual_seed(0)
     n, f_mean, f_variance = 100_000, tensor(0.0, 0.0, -2.0), tensor(0.3, 0.3, 0.0)
-    x = Predictive(likelihood, f_mean, f_variance).sample(n)
+    x = LatentGaussian(likelihood, f_mean, f_variance).sample(n)
     assert x.shape == (n, 3) and x.dtype == torch.float64
     for s, (mean, variance) in enumerate(zip(f_mean.tolist(), f_variance.tolist(), strict=True)):
         for value in (0, 1) if likelihood.kind == "binary" else (0, 2, 5, 12, 20, 35):

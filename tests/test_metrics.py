@@ -5,7 +5,7 @@ from scipy import stats
 from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
-from ented.likelihoods import Bernoulli, NegativeBinomial, Predictive
+from ented.likelihoods import Bernoulli, LatentGaussian, NegativeBinomial
 from ented.metrics import CompletionMetrics
 
 ZETA = 20.0
@@ -25,7 +25,7 @@ def update(metrics, kind, f_mean, f_variance, x, batches=BATCHES):
     likelihood = Bernoulli() if kind == "binary" else NegativeBinomial(ZETA)
     for start, stop in batches:
         part = [torch.from_numpy(column[start:stop]) for column in (f_mean, f_variance, x)]
-        metrics.update(Predictive(likelihood, part[0], part[1]), part[2])
+        metrics.update(LatentGaussian(likelihood, part[0], part[1]), part[2])
 
 
 def expectation(function, f_mean, f_variance):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import yaml
 from scipy.stats import nbinom
 from sklearn.metrics import roc_auc_score
@@ -186,6 +187,17 @@ def test_other_settings_are_not_taken_for_a_finished_run(command, tiny):
     assert yaml.safe_load((run / "config.yaml").read_text())["lr"] == 0.5
 
 
+def test_an_unfinished_run_with_other_settings_starts_afresh(command, tiny):
+    """So that the advice to change a setting after a failure can be followed."""
+    code, _, err = command(*binary(tiny), "fold=0", "model.jitter=0", "model.init_std=1e-9")
+    assert code == 1 and "raise model.jitter" in err
+    run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
+    assert run.exists() and not (run / "metrics.json").exists()
+    code, out, err = command(*binary(tiny), "fold=0", "model.init_std=1e-9")
+    assert code == 0, err
+    assert "an unfinished run with model.jitter=0, asked for is model.jitter=0.0001" in out and "is started afresh" in out
+
+
 def test_settings_that_change_no_number_do_not_matter(command, tiny):
     arguments = [*binary(tiny), "fold=0"]
     assert command(*arguments)[0] == 0
@@ -222,6 +234,8 @@ def test_paper_protocol_uses_the_published_settings(command, tiny):
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_any_number_of_blocks(command, tiny, blocks):
     assert command(*binary(tiny), "fold=0", f"model.blocks={blocks}", "inducing=9")[0] == 0
+    checkpoint = torch.load(tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0/last.ckpt")
+    assert checkpoint["state_dict"]["model.q.precision"].shape == (blocks, 9 // blocks, 9 // blocks)
 
 
 def test_one_block_is_gptf_pg(command, tiny):
@@ -247,35 +261,45 @@ def test_wandb_without_a_key_is_offline_and_asks_nothing(command, tiny, monkeypa
     assert b"elbo" in content and b"test_auc" in content and b"ones/ented/rank=2" in content
 
 
+WHOLE, POSITIVE = "it must be a whole number from 1", "it must be a number above 0"
 MISTAKES = {
     "dataset=nope": "choose from article, dblp, digg, ems, enron, flights, jhu",
     "model=nope": "choose from ented, gptf_pg",
     "protocol=nope": "choose from holdout, paper",
     "likelihood=nope": "choose from bernoulli, negative_binomial",
-    "rnk=3": "rnk",
+    "dataset=null": "Config group override must be a string",
+    "model=null": "Config group override must be a string",
+    "rnk=3": "Could not override 'rnk'",
     "runs_dir=a=b": "quote the value",
-    "rank=0": "rank=0",
-    "rank=two": "rank=two",
-    "rank=2.5": "rank=2.5",
-    "inducing=0": "inducing=0",
-    "inducing=101": "model.blocks=2",
-    "model.blocks=0": "model.blocks=0",
-    "epochs=0": "epochs=0",
-    "batch_size=-1": "batch_size=-1",
-    "seed=-1": "seed=-1",
+    "rank=0": WHOLE,
+    "rank=two": WHOLE,
+    "rank=2.5": WHOLE,
+    "rank=null": WHOLE,
+    "rank=[3,5]": WHOLE,
+    "inducing=0": WHOLE,
+    "inducing=101": "cannot be divided into model.blocks=2 equal blocks",
+    "model.blocks=0": WHOLE,
+    "epochs=1e3": WHOLE,
+    "batch_size=-1": WHOLE,
+    "protocol.patience=0": WHOLE,
+    "seed=-1": "from 0 to 2^32 - 1",
+    "seed=99999999999": "from 0 to 2^32 - 1",
     "fold=1": "choose from 0",
-    "fold=some": "a number or all",
-    "lr=0": "lr=0",
-    "lr=fast": "lr=fast",
-    "rho=1.5": "rho=1.5",
-    "dtype=float16": "float32 or float64",
+    "fold=some": "it must be a number or all",
+    "lr=0": POSITIVE,
+    "lr=fast": POSITIVE,
+    "lr=inf": POSITIVE,
+    "lr=null": POSITIVE,
+    "rho=1.5": "above 0 and at most 1",
+    "dtype=float16": "it must be float32 or float64",
+    "trainer.accelerator=tpu": "it must be auto, cpu, or cuda",
     "protocol=paper": "no published settings",
     "likelihood=bernoulli": "use likelihood=negative_binomial",
-    "likelihood.zeta=0": "likelihood.zeta",
-    "checkpoint_seconds=soon": "checkpoint_seconds=soon",
-    "model.jitter=-1": "model.jitter=-1",
-    "protocol.holdout=1": "protocol.holdout=1",
-    "protocol.holdout=1e-9": "leaves an empty part",
+    "likelihood.zeta=0": POSITIVE,
+    "checkpoint_seconds=soon": "it must be a number from 0",
+    "model.jitter=-1": "it must be a number from 0",
+    "protocol.held_out=1": "from 0 and below 1",
+    "protocol.held_out=1e-9": "leaves an empty part",
 }
 
 

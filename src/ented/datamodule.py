@@ -60,12 +60,12 @@ class COODataModule(L.LightningDataModule):
     train, test : the two parts of the data.
     batch_size : entries in a training minibatch, at most.
     seed : decides the order of the minibatches and which entries are held out.
-    holdout : share of the training entries that is held out for validation; 0 for none.
+    held_out : share of the training entries for validation; 0 for none.
     dtype : of the values in a batch.
 
     Raises
     ------
-    InputError : the holdout leaves nothing to train on or nothing to validate with.
+    InputError : the share leaves nothing to train on or nothing to validate with.
     """
 
     def __init__(
@@ -74,26 +74,27 @@ class COODataModule(L.LightningDataModule):
         test: COOTensor,
         batch_size: int,
         seed: int,
-        holdout: float = 0.0,
+        held_out: float = 0.0,
         dtype: torch.dtype = torch.float64,
     ):
         super().__init__()
         self.batch_size, self.seed, self.dtype = batch_size, seed, dtype
         self.train, self.validation, self.test = train, None, test
-        if holdout:
+        if held_out:
             order = torch.randperm(len(train), generator=generator(seed, 0, 1))
-            held_out = round(holdout * len(train))
-            if not 0 < held_out < len(train):
+            size = round(held_out * len(train))
+            if not 0 < size < len(train):
                 raise InputError(
-                    f"holding out {holdout:g} of {len(train)} training entries leaves an empty part: "
+                    f"holding out {held_out:g} of {len(train)} training entries leaves an empty part: "
                     "use protocol=paper, or more data"
                 )
-            self.validation = train.subset(order[:held_out])
-            self.train = train.subset(order[held_out:])
+            self.validation = train.subset(order[:size])
+            self.train = train.subset(order[size:])
 
     def train_dataloader(self) -> DataLoader:
         batches = EpochBatches(len(self.train), self.batch_size, self.seed)
-        return DataLoader(Entries(self.train, self.dtype), sampler=batches, batch_size=None)
+        pin = torch.cuda.is_available()  # so that the copy to the device does not wait
+        return DataLoader(Entries(self.train, self.dtype), sampler=batches, batch_size=None, pin_memory=pin)
 
     def val_dataloader(self) -> DataLoader | list:
         return self._in_order(self.validation) if self.validation else []

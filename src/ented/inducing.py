@@ -31,7 +31,8 @@ class Features(NamedTuple):
 class Whiten(torch.autograd.Function):
     """Phi = L^-1 K_XM with L = chol(K_XX), and its derivative with respect to K_XX and K_XM.
 
-    The derivative is written out because G Phi' is all that the Cholesky factor's own derivative needs.
+    Reverse mode of the Cholesky factorisation as in Murray (2016, arXiv:1602.07527); written out because here it needs
+    no more than the product of the incoming adjoint with Phi'. K_XX is (..., P, P), K_XM and Phi are (..., P, S).
     """
 
     @staticmethod
@@ -46,10 +47,10 @@ class Whiten(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, G: Tensor, _):
         L, phi = ctx.saved_tensors
-        # dK_XM = L^-T G
+        # with bars for adjoints, G = Phi-bar:  K_XM-bar = L^-T G
         grad_XM = torch.linalg.solve_triangular(L.mT, G, upper=True)
-        # dL = -tril(dK_XM Phi'), so tril(L' dL) = -tril(G Phi') =: -T
-        # dK_XX = -1/2 L^-T (T + T' - diag T) L^-1
+        # L-bar = -tril(K_XM-bar Phi'), so tril(L' L-bar) = -tril(G Phi') =: -T
+        # K_XX-bar = -1/2 L^-T (T + T' - diag T) L^-1
         T = (G @ phi.mT).tril()
         symmetric = T + T.tril(-1).mT
         half = torch.linalg.solve_triangular(L.mT, symmetric, upper=True)

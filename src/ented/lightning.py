@@ -1,5 +1,7 @@
 """Lightning modules: validation and test for every method, and ENTED's training step."""
 
+import logging
+
 import lightning as L
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +11,8 @@ from ented.likelihoods import PolyaGamma, Predictive
 from ented.metrics import CompletionMetrics
 from ented.model import ENTED
 from ented.tensor import InputError
+
+log = logging.getLogger("ented")
 
 Batch = tuple[Int[Tensor, "S D"], Float[Tensor, "S"]]
 
@@ -49,8 +53,10 @@ class CompletionModule(L.LightningModule):
     def on_test_epoch_end(self) -> None:
         self._log_metrics("test_")
 
-    def predict_step(self, batch: Batch, _) -> Predictive:
-        return self.predictive(batch[0])
+    def predict_step(self, batch: Batch, _) -> dict[str, Float[Tensor, "S"]]:
+        """The columns of predictions.csv."""
+        indices, values = batch
+        return self.predictive(indices).columns(values)
 
 
 class ENTEDModule(CompletionModule):
@@ -61,7 +67,7 @@ class ENTEDModule(CompletionModule):
     shape, likelihood, rank, inducing, blocks, init_std, jitter : see `ented.model.ENTED`.
     lr : Adam's learning rate.
     rho : natural gradient step size in (0, 1].
-    milestones : shares of the epochs after which lr is multiplied by 0.3.
+    milestones : shares of the epochs, each of them multiplies lr by 0.3.
     """
 
     automatic_optimization = False
@@ -83,15 +89,15 @@ class ENTEDModule(CompletionModule):
         self.model = ENTED(shape, likelihood, rank, inducing, blocks, init_std, jitter)
         self.lr, self.rho, self.milestones = lr, rho, milestones
         # sums over the epoch's entries, read once at its end
-        self.register_buffer("data_sum", torch.zeros(()), persistent=False)
-        self.register_buffer("log_prob_sum", torch.zeros(()), persistent=False)
+        self.register_buffer("data_sum", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.register_buffer("log_prob_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         return self.model.predictive(indices)
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.model.parameters(), lr=self.lr)
-        epochs = [int(share * self.trainer.max_epochs) for share in self.milestones]
+        epochs = [max(1, round(share * self.trainer.max_epochs)) for share in self.milestones]
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=0.3)]
 
     def training_step(self, batch: Batch, _) -> None:
@@ -107,12 +113,20 @@ class ENTEDModule(CompletionModule):
         self.data_sum += data
         self.log_prob_sum += self.model.likelihood.log_prob(values, mean).sum()
 
+    def on_train_start(self) -> None:
+        points, entries = len(self.model.inducing.X), len(self.trainer.datamodule.train)
+        if points > entries:
+            log.warning("inducing=%d is more than the %d training entries", points, entries)
+
     def on_train_epoch_start(self) -> None:
         self.data_sum.zero_()
         self.log_prob_sum.zero_()
 
     def on_train_epoch_end(self) -> None:
-        """Log the bound and the plug-in NLL, both as the epoch's minibatches saw them, and check the numbers."""
+        """Log the epoch's bound and plug-in NLL, and check that they are numbers.
+
+        Both sum what each minibatch gave when its turn came, so they lag behind the model at the end of the epoch.
+        """
         with torch.no_grad():
             elbo = self.data_sum - self.model.q.kl() + self.model.log_prior()
         nll = -self.log_prob_sum / len(self.trainer.datamodule.train)

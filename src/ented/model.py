@@ -22,7 +22,7 @@ from torch.nn.functional import embedding
 
 from ented.inducing import Features, InducingBlocks
 from ented.kernels import RBF
-from ented.likelihoods import PolyaGamma, Predictive
+from ented.likelihoods import LatentGaussian, PolyaGamma
 from ented.tensor import InputError
 from ented.variational import GaussianBlocks
 
@@ -54,7 +54,7 @@ class ENTED(nn.Module):
         inducing: int = 100,
         blocks: int = 2,
         init_std: float = 0.5,
-        jitter: float = 1e-6,
+        jitter: float = 1e-4,
         kernel: RBF | None = None,
     ):
         super().__init__()
@@ -84,16 +84,16 @@ class ENTED(nn.Module):
         m = embedding(indices + self.offsets, self.Z).flatten(-2)
         return self.inducing(self.kernel, m)
 
-    def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
+    def predictive(self, indices: Int[Tensor, "S D"]) -> LatentGaussian:
         """Predictive distribution of the entries at `indices`."""
         with torch.no_grad():
             features = self.features(indices)
             mean, variance, _ = self.q.moments(features.phi, features.residual)
-        return Predictive(self.likelihood, mean.double(), variance.double())
+        return LatentGaussian(self.likelihood, mean.double(), variance.double())
 
-    def log_prior(self) -> Float[Tensor, ""]:
+    def log_prior(self) -> Float[Tensor, "..."]:
         """log p(Z), standard normal."""
-        return -0.5 * (self.Z.square().sum() + self.Z.numel() * log(2 * pi))
+        return -0.5 * (self.Z.square() + log(2 * pi)).sum((-2, -1))
 
     def elbo(
         self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"], total: int | None = None
@@ -101,8 +101,8 @@ class ENTED(nn.Module):
         """Bound on log p(x, Z); estimated from S of `total` entries where `total` is given."""
         features = self.features(indices)
         mean, variance, _ = self.q.moments(features.phi, features.residual)
-        scale = 1.0 if total is None else total / len(values)
-        return scale * self.likelihood.bound(values, mean, variance).sum() - self.q.kl() + self.log_prior()
+        scale = 1.0 if total is None else total / values.shape[-1]
+        return scale * self.likelihood.bound(values, mean, variance).sum(-1) - self.q.kl() + self.log_prior()
 
     @torch.no_grad()
     def natural_gradient_step(self, features: Features, values: Float[Tensor, "S"], scale: float, rho: float) -> None:
@@ -113,8 +113,8 @@ class ENTED(nn.Module):
         phi = features.phi
         mean, variance, _ = self.q.moments(phi, features.residual)
         theta = self.likelihood.theta(values, mean, variance)
-        gram = scale * (phi * theta[..., None, :]) @ phi.mT
-        linear = scale * (phi @ self.likelihood.chi(values)[..., :, None]).squeeze(-1)
+        gram = (phi * (scale * theta)[..., None, :]) @ phi.mT
+        linear = (phi @ (scale * self.likelihood.chi(values))[..., None]).squeeze(-1)
         info = self.q.natural_gradient_step(gram, linear, rho)
         self.failures += (info != 0).sum() + (features.info != 0).sum()
 
@@ -123,14 +123,16 @@ class ENTED(nn.Module):
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "S"]]:
         """A scalar whose gradient in Z and X is that of the bound, with q held fixed.
 
-        q(omega) is optimal for q(u), so the bound's gradient does not pass through it (envelope theorem), and the KL
-        does not depend on Z and X. The gradient of the data term in the features of block i is
+        q(omega) is optimal for q(u), so the bound's gradient does not pass through it (envelope theorem); neither the
+        KL nor k(m, m) depends on Z and X. The gradient of the data term in the features of block i is
 
             G_i = m_i (chi - theta mu)' - (S_i phi_i - phi_i) diag(theta).
 
+        `scale` is N / S, as in the natural gradient step.
+
         Returns
         -------
-        surrogate : <G, Phi> scale + log p(Z), to be maximised.
+        surrogate : scale <G, Phi> + log p(Z), to be maximised.
         data : sum of the batch's bounds at the current q, without the KL.
         mean : posterior mean of f at each entry.
         """
@@ -138,7 +140,7 @@ class ENTED(nn.Module):
             phi = features.phi
             mean, variance, S_phi = self.q.moments(phi, features.residual)
             theta = self.likelihood.theta(values, mean, variance)
-            data = self.likelihood.bound(values, mean, variance).sum()
+            data = self.likelihood.bound(values, mean, variance).sum(-1)
             gradient_mean = self.likelihood.chi(values) - theta * mean
             G = self.q.mean.flatten(-2)[..., :, None] * gradient_mean[..., None, :]
             G = G - (S_phi.flatten(-3, -2) - phi) * theta[..., None, :]

@@ -6,19 +6,19 @@ from jaxtyping import Float, Int
 from scipy.optimize import minimize
 from torch import Tensor
 
-from ented.likelihoods import PolyaGamma, Predictive
+from ented.likelihoods import LatentGaussian, PolyaGamma
 from ented.tensor import COOTensor
 
 
-def overall_mean(train: COOTensor, likelihood: PolyaGamma, indices: Int[Tensor, "S D"]) -> Predictive:
+def overall_mean(train: COOTensor, likelihood: PolyaGamma, indices: Int[Tensor, "S D"]) -> LatentGaussian:
     """Every entry has the mean of the training entries."""
-    f = torch.full((len(indices),), likelihood.constant(train.values), dtype=torch.float64)
-    return Predictive(likelihood, f, torch.zeros_like(f))
+    f = torch.full((len(indices),), likelihood.intercept(train.values), dtype=torch.float64)
+    return LatentGaussian(likelihood, f, torch.zeros_like(f))
 
 
 def main_effects(
     train: COOTensor, likelihood: PolyaGamma, indices: Int[Tensor, "S D"], penalty: float = 0.1
-) -> Predictive:
+) -> LatentGaussian:
     """f is a constant and one number for each row of each mode: log-linear for counts, logistic for binary entries.
 
     Fitted by maximum likelihood, with `penalty` / 2 times the squared effects taken off so that rows whose entries
@@ -38,7 +38,7 @@ def main_effects(
         return value.item(), gradient.numpy()
 
     start = np.zeros(1 + sum(train.shape))
-    start[0] = likelihood.constant(train.values)
+    start[0] = likelihood.intercept(train.values)
     weights = torch.from_numpy(minimize(loss, start, jac=True, method="L-BFGS-B").x)
     f_mean = f(weights, indices)
-    return Predictive(likelihood, f_mean, torch.zeros_like(f_mean))
+    return LatentGaussian(likelihood, f_mean, torch.zeros_like(f_mean))

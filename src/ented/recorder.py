@@ -8,22 +8,26 @@ import lightning as L
 import pandas as pd
 from lightning.pytorch.callbacks import Checkpoint
 
+from ented.runs import write
+
 
 class Recorder(Checkpoint):
     """After each epoch, add its metrics to `folder`/epochs.csv and keep the state in `folder`/last.ckpt.
 
     The rows and the seconds spent are part of the checkpoint, so a resumed fit goes on as if it had not stopped.
-    Files are replaced in one step: a kill leaves the old one or the new one.
+    Files are replaced in one step: a kill leaves the old one or the new one. It is a `Checkpoint` because Lightning
+    calls those last, after the module has logged its epoch, and then adds no checkpoint callback of its own.
 
     Parameters
     ----------
-    folder : where the two files go.
+    folder : where the two files go; made where it does not exist.
     checkpoint_seconds : the least time between two checkpoints; the last epoch always has one.
     patience : epochs without a lower val_nll after which training stops; None to train all epochs.
     """
 
     def __init__(self, folder: Path, checkpoint_seconds: float, patience: int | None = None):
         self.folder, self.checkpoint_seconds, self.patience = folder, checkpoint_seconds, patience
+        folder.mkdir(parents=True, exist_ok=True)
         self.rows: list[dict[str, float]] = []
         self.seconds = 0.0
         self._saved = time.monotonic()
@@ -52,17 +56,19 @@ class Recorder(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: L.Trainer) -> None:
+        # the table first: where it is ahead of the checkpoint, the resumed fit writes it again
+        write(self.folder / "epochs.csv", pd.DataFrame(self.rows).to_csv(index=False))
         partial = self.folder / "last.ckpt.partial"
         trainer.save_checkpoint(partial)
         os.replace(partial, self.checkpoint)
-        partial = self.folder / "epochs.csv.partial"
-        pd.DataFrame(self.rows).to_csv(partial, index=False)
-        os.replace(partial, self.folder / "epochs.csv")
         self._saved = time.monotonic()
 
 
 def best_epoch(rows: list[dict[str, float]], patience: int) -> int:
-    """Number of epochs, from 1, with the lowest val_nll before `patience` epochs passed without a lower one."""
+    """Number of epochs, from 1, with the lowest val_nll before `patience` epochs passed without a lower one.
+
+    Rows after that do not count: a search that is resumed when it had just ended trains one epoch more.
+    """
     best = 0
     for epoch, row in enumerate(rows):
         if row["val_nll"] < rows[best]["val_nll"]:

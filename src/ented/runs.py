@@ -19,24 +19,15 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import pandas as pd
-import torch
 import yaml
+from torch import Tensor
 
-from ented.likelihoods import Predictive
 from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
 
-# settings that say where and how a run is done, and cannot change its numbers
-IMMATERIAL = (
-    "runs_dir",
-    "data_dir",
-    "dataset.source.data_dir",
-    "force",
-    "checkpoint_seconds",
-    "logger",
-    "callbacks",
-)
+# Settings that cannot change a run's numbers, or only where the model takes them (model.lr, model.rho, model.inducing).
+IMMATERIAL = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "logger", "trainer", "lr", "rho", "inducing"}
 
 
 class RunFolder:
@@ -51,24 +42,34 @@ class RunFolder:
         self.config = config
         self.path = model_folder(config) / f"fold={config['fold']}" / f"seed={config['seed']}"
 
-    def check(self) -> None:
-        """Raise InputError if the folder holds a run with other settings."""
+    def difference(self) -> str | None:
+        """The first setting in which the run that the folder holds differs from this one, None if there is none."""
         stored = self.path / "config.yaml"
         if not stored.exists():
-            return
-        ours, theirs = flat(self.config), flat(yaml.safe_load(stored.read_text()))
+            return None
+        ours, theirs = material(self.config), material(yaml.safe_load(stored.read_text()))
         for key in sorted(ours.keys() | theirs.keys()):
-            if not key.startswith(IMMATERIAL) and ours.get(key) != theirs.get(key):
-                raise InputError(
-                    f"{self.path} holds a run with {key}={theirs.get(key)}, asked for is {key}={ours.get(key)}: "
-                    "choose another runs_dir=, or force=true to replace it"
-                )
+            if ours.get(key) != theirs.get(key):
+                return f"{key}={theirs.get(key)}, asked for is {key}={ours.get(key)}"
+        return None
 
     @property
     def metrics(self) -> dict | None:
-        """What metrics.json holds, None if the run is not finished."""
+        """What metrics.json holds, None if the run is not finished.
+
+        Raises
+        ------
+        InputError : the folder holds a finished run with other settings.
+        """
         file = self.path / "metrics.json"
-        return json.loads(file.read_text()) if file.exists() else None
+        if not file.exists():
+            return None
+        if self.difference():
+            raise InputError(
+                f"{self.path} holds a run with {self.difference()}: "
+                "choose another runs_dir=, or force=true to replace it"
+            )
+        return json.loads(file.read_text())
 
     @contextmanager
     def logging(self):
@@ -82,8 +83,13 @@ class RunFolder:
             self._lines.close()
 
     def open(self, force: bool) -> None:
-        """Make the folder, or go on in the one that an earlier start left; `force` empties it first."""
-        if force:
+        """Make the folder, or go on in the one that an earlier start with the same settings left.
+
+        What another start left there is removed, and with `force` everything.
+        """
+        if self.difference() and not force:
+            log.warning("an unfinished run with %s is started afresh", self.difference())
+        if self.difference() or force:
             shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
         write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
@@ -93,24 +99,17 @@ class RunFolder:
         self._lines.flush()
         self._lines.flushLevel = logging.NOTSET  # from here on line by line
 
-    def write_predictions(self, modes: list[str], test: COOTensor, predictive: Predictive) -> None:
+    def write_predictions(self, modes: list[str], test: COOTensor, batches: list[dict[str, Tensor]]) -> None:
         """Write predictions.csv: a row for each test entry, in the order of the test set.
 
-        `lower` and `upper` are the 5% and 95% quantiles: of the count, or of the probability of a one.
+        `batches` holds the columns of consecutive parts of the test set, see `ented.likelihoods.Predictive.columns`.
         """
-        table = pd.DataFrame(test.indices.numpy(), columns=modes)
-        columns = {
-            "value": test.values.long(),
-            "mean": predictive.mean,
-            "std": predictive.variance.sqrt(),
-            "lower": predictive.quantile(0.05),
-            "upper": predictive.quantile(0.95),
-            "log_prob": predictive.log_prob(test.values),
-            "f_mean": predictive.f_mean,
-            "f_std": predictive.f_variance.sqrt(),
-        }
-        table = table.assign(**{name: column.numpy() for name, column in columns.items()})
-        write(self.path / "predictions.csv", table.to_csv(index=False, float_format="%.6g"))
+        table = pd.DataFrame(test.indices.numpy(), columns=modes).assign(value=test.values.long().numpy())
+        columns = pd.concat(
+            [pd.DataFrame({name: column.numpy() for name, column in batch.items()}) for batch in batches],
+            ignore_index=True,
+        )
+        write(self.path / "predictions.csv", table.join(columns).to_csv(index=False, float_format="%.6g"))
 
     def finish(self, metrics: dict[str, float], epochs: int, steps: int, train_seconds: float) -> dict:
         """Write metrics.json, which marks the run as finished, and return its content."""
@@ -167,6 +166,12 @@ def write(file: Path, text: str) -> None:
     os.replace(partial, file)
 
 
+def material(settings: dict) -> dict[str, object]:
+    """The settings that decide a run's numbers, by their dotted names."""
+    leaves = flat({key: value for key, value in settings.items() if key not in IMMATERIAL})
+    return {key: value for key, value in leaves.items() if key != "dataset.source.data_dir"}
+
+
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:
     """Nested settings with dotted names: {"a": {"b": 1}} -> {"a.b": 1}."""
     leaves = {}
@@ -176,12 +181,3 @@ def flat(tree: dict, prefix: str = "") -> dict[str, object]:
         else:
             leaves[prefix + str(key)] = value
     return leaves
-
-
-def join(batches: list[Predictive]) -> Predictive:
-    """The predictive distributions of several batches as one."""
-    return Predictive(
-        batches[0].likelihood,
-        torch.cat([batch.f_mean for batch in batches]).cpu(),
-        torch.cat([batch.f_variance for batch in batches]).cpu(),
-    )

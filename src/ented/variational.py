@@ -8,8 +8,8 @@ from torch import Tensor, nn
 class GaussianBlocks(nn.Module):
     """q(u_1) ... q(u_b) with q(u_i) = N(m_i, S_i); the prior of each u_i is N(0, I).
 
-    The natural parameters are Lambda_i = S_i^-1 and eta_i = Lambda_i m_i. They and the moments m_i, S_i (which every
-    step needs before it changes them) are buffers: the natural gradient moves them, never an optimiser.
+    The natural parameters are Lambda_i = S_i^-1 and eta_i = Lambda_i m_i. They and the moments m_i, S_i, which the
+    next step starts from, are buffers: the natural gradient moves them, never an optimiser.
 
     Parameters
     ----------
@@ -55,17 +55,18 @@ class GaussianBlocks(nn.Module):
         Returns the info flag of each block's Cholesky factorisation, non-zero where it failed.
         """
         blocks, size = self.mean.shape[-2:]
-        rows = [slice(i * size, (i + 1) * size) for i in range(blocks)]
-        own = torch.stack([gram[..., r, r] for r in rows], -3)
-        identity = torch.eye(size, dtype=gram.dtype, device=gram.device)
-        self.precision.lerp_(identity + own, rho)
+        G = gram.unflatten(-1, (blocks, size)).unflatten(-3, (blocks, size))  # (..., b, p, b, p)
+        own = G.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # G_ii, (..., b, p, p)
+        r = linear.unflatten(-1, (blocks, size))
+        # every Lambda_i first: theta is fixed, so they do not depend on each other
+        self.precision.lerp_(own + torch.eye(size, dtype=own.dtype, device=own.device), rho)
         L, info = torch.linalg.cholesky_ex(self.precision)
         self.covariance.copy_(torch.cholesky_inverse(L))
-        for i, r in enumerate(rows):
+        for i in range(blocks):
             others = self.mean.clone()
             others[..., i, :] = 0
-            coupling = torch.einsum("...pq,...q->...p", gram[..., r, :], others.flatten(-2))
-            self.eta[..., i, :].lerp_(linear[..., r] - coupling, rho)
+            coupling = torch.einsum("...pjq,...jq->...p", G[..., i, :, :, :], others)
+            self.eta[..., i, :].lerp_(r[..., i, :] - coupling, rho)
             m_i = torch.einsum("...pq,...q->...p", self.covariance[..., i, :, :], self.eta[..., i, :])
             self.mean[..., i, :].copy_(m_i)
         return info

@@ -1,0 +1,125 @@
+"""Training in Lightning is the model's own steps, one after the other."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+
+from ented.datamodule import COODataModule
+from ented.lightning import ENTEDModule
+from ented.likelihoods import Bernoulli, NegativeBinomial
+from ented.recorder import Recorder
+from ented.tensor import COOTensor
+
+SHAPE = (7, 6, 5)
+
+
+def make_data(kind: str, batch_size: int, held_out: float = 0.0) -> COODataModule:
+    random = torch.Generator().manual_seed(0)
+    indices = torch.stack([torch.randint(size, (41,), generator=random) for size in SHAPE], 1)
+    values = torch.randint(2 if kind == "binary" else 9, (41,), generator=random).double()
+    tensor = COOTensor(indices, values, SHAPE)
+    return COODataModule(tensor, tensor, batch_size, seed=0, held_out=held_out)
+
+
+def make_module(kind: str, **settings) -> ENTEDModule:
+    torch.manual_seed(0)
+    likelihood = Bernoulli() if kind == "binary" else NegativeBinomial(20)
+    settings = {"lr": 0.01, "rho": 0.3, "milestones": ()} | settings
+    return ENTEDModule(SHAPE, likelihood, 2, inducing=8, blocks=2, init_std=0.5, jitter=1e-4, **settings).double()
+
+
+def fit(module, data, epochs, folder, *callbacks) -> Recorder:
+    recorder = Recorder(folder, checkpoint_seconds=0)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        callbacks=[*callbacks, recorder],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, data, ckpt_path=recorder.checkpoint if recorder.checkpoint.exists() else None)
+    return recorder
+
+
+kinds = pytest.mark.parametrize("kind", ["binary", "count"])
+
+
+@kinds
+def test_an_epoch_is_natural_gradient_and_adam_steps_in_turn(kind, tmp_path):
+    module, data = make_module(kind), make_data(kind, batch_size=15)
+    model = copy.deepcopy(module.model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    bound = log_prob = 0.0
+    batches = list(data.train_dataloader())
+    assert [len(values) for _, values in batches] == [14, 14, 13]
+    for indices, values in batches:
+        features = model.features(indices)
+        model.natural_gradient_step(features, values, scale=41 / len(values), rho=0.3)
+        elbo = model.elbo(indices, values, total=41)  # its gradient by autograd, not by the surrogate
+        with torch.no_grad():
+            mean, variance, _ = model.q.moments(features.phi, features.residual)
+            bound += model.likelihood.bound(values, mean, variance).sum()
+            log_prob += model.likelihood.log_prob(values, mean).sum()
+        optimizer.zero_grad()
+        (-elbo).backward()
+        optimizer.step()
+
+    recorder = fit(module, data, 1, tmp_path)
+    for name, expected in model.state_dict().items():
+        torch.testing.assert_close(module.model.state_dict()[name], expected, rtol=1e-7, atol=1e-9)
+    with torch.no_grad():
+        assert recorder.rows[0]["elbo"] == pytest.approx((bound - model.q.kl() + model.log_prior()).item())
+    assert recorder.rows[0]["train_nll_plugin"] == pytest.approx(-log_prob.item() / 41)
+
+
+def test_the_logged_bound_is_the_models_where_nothing_moves(tmp_path):
+    """One batch, and an Adam step too small to count."""
+    module, data = make_module("count", lr=1e-15), make_data("count", batch_size=41)
+    recorder = fit(module, data, 3, tmp_path)
+    expected = module.model.elbo(data.train.indices, data.train.values).item()
+    assert recorder.rows[-1]["elbo"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_learning_rate_falls_to_three_tenths_at_the_milestones(tmp_path):
+    rates = []
+
+    class Rates(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    fit(make_module("binary", milestones=(0.6, 0.8)), make_data("binary", 41), 10, tmp_path, Rates())
+    assert rates == pytest.approx([0.01] * 6 + [0.003] * 2 + [0.0009] * 2)
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.2])
+def test_a_fit_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, held_out):
+    class Interrupt(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.current_epoch == 3 and batch_idx == 1:
+                raise OSError("interrupted")
+
+    settings = {"milestones": (0.5,)}
+    whole = make_module("binary", **settings)
+    expected = fit(whole, make_data("binary", 15, held_out), 6, tmp_path / "whole")
+    with pytest.raises(OSError, match="interrupted"):
+        fit(make_module("binary", **settings), make_data("binary", 15, held_out), 6, tmp_path / "parts", Interrupt())
+    resumed = make_module("binary", **settings)
+    actual = fit(resumed, make_data("binary", 15, held_out), 6, tmp_path / "parts")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+    without_time = [[{**row, "seconds": 0} for row in recorder.rows] for recorder in (expected, actual)]
+    assert without_time[0] == without_time[1]
+
+
+def test_sums_over_an_epoch_are_in_double_precision_for_a_float32_model(tmp_path):
+    torch.set_default_dtype(torch.float32)
+    module = ENTEDModule(SHAPE, NegativeBinomial(20), 2, 8, 2, 0.5, 1e-4, lr=0.01, rho=0.3)
+    assert module.model.Z.dtype == torch.float32
+    assert module.data_sum.dtype == module.log_prob_sum.dtype == torch.float64
+    states = [state for metric in module.metrics.metrics.values() for state in metric.metric_state.values()]
+    assert all(state.dtype == torch.float64 for state in states)

@@ -122,20 +122,27 @@ class ENTEDModule(CompletionModule):
         self.data_sum.zero_()
         self.log_prob_sum.zero_()
 
+    def on_validation_start(self) -> None:
+        self._check_numbers()
+
     def on_train_epoch_end(self) -> None:
-        """Log the epoch's bound and plug-in NLL, and check that they are numbers.
+        """Log the epoch's bound and plug-in NLL.
 
         Both sum what each minibatch gave when its turn came, so they lag behind the model at the end of the epoch.
         """
+        self._check_numbers()
         with torch.no_grad():
             elbo = self.data_sum - self.model.q.kl() + self.model.log_prior()
         nll = -self.log_prob_sum / len(self.trainer.datamodule.train)
-        if self.model.failures:
-            raise InputError(
-                f"a Cholesky factorisation failed in epoch {self.current_epoch}: "
-                f"raise model.jitter (now {self.model.inducing.jitter:g}) or use dtype=float64"
-            )
-        if not torch.isfinite(elbo):
-            raise InputError(f"the bound is not finite in epoch {self.current_epoch}: lower lr= or rho=")
         self.log_dict({"elbo": elbo, "train_nll_plugin": nll}, prog_bar=True)
         self.lr_schedulers().step()
+
+    def _check_numbers(self) -> None:
+        """The one place where the host waits for the device, once an epoch or twice."""
+        if self.model.failures:
+            raise InputError(
+                f"a Cholesky factorisation failed in epoch {self.current_epoch + 1}: "
+                f"raise model.jitter (now {self.model.inducing.jitter:g}) or use dtype=float64"
+            )
+        if not torch.isfinite(self.data_sum):
+            raise InputError(f"the bound is not finite in epoch {self.current_epoch + 1}: lower lr= or rho=")

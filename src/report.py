@@ -1,7 +1,7 @@
 """Collect finished runs: a table for each metric's mean and deviation over folds, a CSV of all numbers, a figure.
 
 python src/report.py                              table of all runs below runs/
-python src/report.py --csv results/ented.csv      and every number, one row a fold and metric
+python src/report.py --csv results/runs.csv       and every number, one row a fold and metric
 python src/report.py --figure RUN.png --run runs/flights/ented/rank=3/fold=0/seed=0
 """
 
@@ -41,7 +41,8 @@ def tables(numbers: pd.DataFrame) -> str:
     runs = numbers.drop_duplicates([*RUN, "fold", "seed"]).groupby(RUN).size()
     parts = []
     for metrics in (BINARY, COUNTS):
-        part = text.reindex(columns=metrics).dropna().assign(runs=runs).reset_index()
+        part = text.reindex(columns=metrics)
+        part = part[part[metrics[0]].notna()].fillna("–").assign(runs=runs).reset_index()
         if len(part):
             lines = [part.columns, ["---"] * len(part.columns), *part.to_numpy()]
             parts.append("\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines))

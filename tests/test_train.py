@@ -195,7 +195,9 @@ def test_an_unfinished_run_with_other_settings_starts_afresh(command, tiny):
     assert run.exists() and not (run / "metrics.json").exists()
     code, out, err = command(*binary(tiny), "fold=0", "model.init_std=1e-9")
     assert code == 0, err
-    assert "an unfinished run with model.jitter=0, asked for is model.jitter=0.0001" in out and "is started afresh" in out
+    assert (
+        "an unfinished run with model.jitter=0, asked for is model.jitter=0.0001" in out and "is started afresh" in out
+    )
 
 
 def test_settings_that_change_no_number_do_not_matter(command, tiny):

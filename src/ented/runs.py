@@ -88,7 +88,7 @@ class RunFolder:
         What another start left there is removed, and with `force` everything.
         """
         if self.difference() and not force:
-            log.warning("an unfinished run with %s is started afresh", self.difference())
+            log.warning("an unfinished run with %s, is started afresh", self.difference())
         if self.difference() or force:
             shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ def tables(numbers: pd.DataFrame) -> str:
     parts = []
     for metrics in (BINARY, COUNTS):
         part = text.reindex(columns=metrics)
-        part = part[part[metrics[0]].notna()].fillna("–").assign(runs=runs).reset_index()
+        part = part[part[metrics[0]].notna()].fillna("–").join(runs.rename("runs")).reset_index()
         if len(part):
             lines = [part.columns, ["---"] * len(part.columns), *part.to_numpy()]
             parts.append("\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines))
@@ -51,6 +51,10 @@ def tables(numbers: pd.DataFrame) -> str:
 
 def figure(run: Path, file: Path) -> None:
     """Observed values of a run's test entries against the predicted mean, with the predictive interval."""
+    if run is None or not (run / "metrics.json").exists():
+        raise ValueError(f"--figure needs --run, the folder of a finished run; {run} is none")
+    if "auc" in json.loads((run / "metrics.json").read_text())["metrics"]:
+        raise ValueError(f"{run} is a run of binary entries; the figure is one of counts")
     title = yaml.safe_load((run / "config.yaml").read_text())["dataset"]["name"]
     test = pd.read_csv(run / "predictions.csv").sort_values("mean")
     inside = ((test.value >= test.lower) & (test.value <= test.upper)).mean()
@@ -78,16 +82,18 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="file for the figure of one run of counts")
     parser.add_argument("--run", type=Path, help="folder of that run")
     arguments = parser.parse_args()
-    if arguments.figure:
-        if arguments.run is None or not (arguments.run / "predictions.csv").exists():
-            parser.error("--figure needs --run, the folder of a finished run")
-        return figure(arguments.run, arguments.figure)
-    numbers = collect(arguments.runs_dir)
-    if numbers.empty:
-        sys.exit(f"error: no finished run below {arguments.runs_dir}")
-    if arguments.csv:
-        numbers.to_csv(arguments.csv, index=False)
-    print(tables(numbers))
+    try:
+        if arguments.figure:
+            figure(arguments.run, arguments.figure)
+            return
+        numbers = collect(arguments.runs_dir)
+        if numbers.empty:
+            sys.exit(f"error: no finished run below {arguments.runs_dir}")
+        if arguments.csv:
+            numbers.to_csv(arguments.csv, index=False)
+        print(tables(numbers))
+    except (OSError, ValueError, KeyError) as error:  # files that cannot be written, or are not what a run leaves
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import warnings
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import hydra
 import lightning as L
 import pandas as pd
 import torch
-from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,10 +32,11 @@ from ented.likelihoods import PolyaGamma, Predictive
 from ented.metrics import CompletionMetrics
 from ented.naive import main_effects, overall_mean
 from ented.recorder import Recorder, best_epoch
-from ented.runs import RunFolder, write, write_summary
+from ented.runs import RunFolder, read_json, write, write_summary
 from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
+FULL_ERROR = bool(os.environ.get("HYDRA_FULL_ERROR"))  # the user asks for tracebacks
 failed = False
 
 
@@ -43,10 +45,10 @@ def main(cfg: DictConfig) -> None:
     global failed
     try:
         train(cfg)
-    except (InputError, InstantiationException) as error:
-        if cause(error) is None:
+    except (InputError, HydraException, OmegaConfBaseException) as error:
+        if FULL_ERROR:
             raise
-        print(f"error: {cause(error)}", file=sys.stderr)  # the other cells of a grid go on
+        print(f"error: {one_line(error)}", file=sys.stderr)  # the other cells of a grid go on
         failed = True
 
 
@@ -82,6 +84,12 @@ RULES = {
     "a number above 0 and at most 1": (["rho"], lambda value: number(value) and 0 < value <= 1),
     "a number from 0": (["model.jitter", "checkpoint_seconds"], lambda value: number(value) and value >= 0),
     "a number from 0 and below 1": (["protocol.held_out"], lambda value: number(value) and 0 <= value < 1),
+    "true or false": (["force"], lambda value: type(value) is bool),
+    "the name of a folder": (["runs_dir"], lambda value: value not in (None, "")),
+    "a list of shares of the epochs, each above 0 and at most 1": (
+        ["protocol.milestones", "model.milestones"],
+        lambda value: OmegaConf.is_list(value) and all(number(share) and 0 < share <= 1 for share in value),
+    ),
     "a number or all": (["fold"], lambda value: value == "all" or whole(value)),
     "float32 or float64": (["dtype"], lambda value: value in ("float32", "float64")),
     "auto, cpu, or cuda where there is a device": (
@@ -100,6 +108,8 @@ def check(cfg: DictConfig) -> None:
             value = OmegaConf.select(cfg, name, default="absent")  # from a model or protocol that has no such setting
             if value != "absent" and not holds(value):
                 raise InputError(f"{name}={value}: it must be {rule}")
+    if OmegaConf.select(cfg, "model.rank", default=cfg.rank) != cfg.rank:
+        raise InputError(f"model.rank={cfg.model.rank}: set rank={cfg.model.rank}, which names the folder too")
 
 
 def run_fold(cfg: DictConfig, dataset: Dataset, fold: int) -> dict:
@@ -165,7 +175,7 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
         write(chosen, json.dumps({"epochs": epochs, "val_nll": recorder.rows[epochs - 1]["val_nll"]}) + "\n")
         if epochs == cfg.epochs:
             log.warning("the NLL on held-out entries was still falling after epochs=%d", epochs)
-    choice = json.loads(chosen.read_text())
+    choice = read_json(chosen)
     log.info("%(epochs)d epochs have the lowest NLL on held-out training entries, %(val_nll).4f", choice)
     return choice["epochs"]
 
@@ -180,16 +190,27 @@ def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logge
         devices=1,
         max_epochs=epochs,
         logger=logger,
-        callbacks=[*instantiate(cfg.callbacks).values(), recorder],
+        callbacks=[*filter(None, instantiate(cfg.callbacks).values()), recorder],
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         log_every_n_steps=10**9,  # everything is logged by epoch
     )
-    resume = recorder.checkpoint if recorder.checkpoint.exists() else None
-    trainer.fit(module, data, ckpt_path=resume)
+    trainer.fit(module, data, ckpt_path=usable(recorder.checkpoint))
     return trainer
+
+
+def usable(checkpoint: Path) -> Path | None:
+    """The checkpoint, None where there is none or it is damaged."""
+    if not checkpoint.exists():
+        return None
+    try:
+        torch.load(checkpoint, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch, zipfile and pickle raise many kinds
+        log.warning("%s cannot be read, training starts anew (%s)", checkpoint, " ".join(str(error).split()))
+        return None
+    return checkpoint
 
 
 @contextmanager
@@ -230,24 +251,29 @@ def title(cfg: DictConfig) -> str:
     return f"{cfg.dataset.name}  {cfg.model.name}  rank {cfg.rank}"
 
 
-def cause(error: BaseException | None) -> InputError | None:
-    """The user's mistake behind an error, None if there is none."""
-    while error is not None and not isinstance(error, InputError):
-        error = error.__cause__
-    return error
-
-
-def one_line(error: Exception) -> str:
-    """What is wrong with the command line or the configuration."""
+def one_line(error: BaseException) -> str:
+    """What is wrong with the data, the command line or the configuration."""
     if isinstance(error, MissingConfigException) and error.options:
         return f"there is no {error.missing_cfg_file}: choose from {', '.join(error.options)}"
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override}: quote the value if it holds = or other signs, as in 'key=\"a=b\"'"
-    return " ".join(str(error).split())
+    mistake: BaseException | None = error
+    while mistake is not None and not isinstance(mistake, InputError):
+        mistake = mistake.__cause__  # Hydra wraps what an object that it makes raises
+    return " ".join(str(mistake or error).split())
+
+
+def stop(signum: int, _) -> None:
+    """End at once and say so: a run can be killed at any moment."""
+    print("stopped: the same command goes on where this one was", file=sys.stderr)
+    sys.exit(128 + signum)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here instead of being printed with a traceback
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop)
+    logging.raiseExceptions = False  # no traceback where the output is a pipe that was closed
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     try:

@@ -34,7 +34,6 @@ def test_your_own_table(command, tmp_path, capfd):
     cells = pd.MultiIndex.from_product([range(40), range(30), range(12)], names=["user", "item", "week"])
     table = pd.DataFrame({"count": random.poisson(2, len(cells))}, index=cells).reset_index()
     table.sample(3000, random_state=0).to_csv("events.csv", index=False)
-    Path("events").mkdir()
     exec(block("python", "events.csv"), {})
     assert "shape: [40, 30, 12]" in capfd.readouterr().out
 

@@ -52,9 +52,13 @@ class Command:
 
     def __call__(self, *arguments: str) -> tuple[int, str, str]:
         self.monkeypatch.setattr(sys, "argv", [str(TRAIN), *arguments])
+        self.monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
         self.capfd.readouterr()
+        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
         with pytest.raises(SystemExit) as exit:
             runpy.run_path(str(TRAIN), run_name="__main__")
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
         out, err = self.capfd.readouterr()
         if isinstance(exit.value.code, str):  # what Python itself does with such an exit
             return 1, out, err + exit.value.code + "\n"
@@ -200,6 +204,50 @@ def test_an_unfinished_run_with_other_settings_starts_afresh(command, tiny):
     )
 
 
+def test_a_folder_without_its_settings_is_not_taken_for_the_run(command, tiny):
+    arguments = [*binary(tiny), "fold=0"]
+    assert command(*arguments)[0] == 0
+    run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
+    (run / "config.yaml").unlink()
+    code, _, err = command(*arguments)
+    assert code == 1 and "no readable config.yaml" in err and err.count("\n") == 1
+    (run / "metrics.json").unlink()
+    code, out, _ = command(*arguments, "lr=0.02")
+    assert code == 0 and "is started afresh" in out
+
+
+def test_damaged_files_of_a_run(command, tiny):
+    arguments = [*binary(tiny), "fold=0"]
+    assert command(*arguments)[0] == 0
+    run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
+    before = numbers(run)
+    (run / "metrics.json").write_text("{")
+    code, _, err = command(*arguments)
+    assert code == 1 and "metrics.json is damaged" in err and err.count("\n") == 1
+    (run / "metrics.json").unlink()
+    (run / "last.ckpt").write_bytes((run / "last.ckpt").read_bytes()[:1000])
+    code, out, _ = command(*arguments)
+    assert code == 0 and "last.ckpt cannot be read" in out
+    assert numbers(run) == before
+
+
+def test_a_changed_fold_takes_its_summary_away(command, tiny):
+    assert command(*binary(tiny))[0] == 0
+    assert command(*binary(tiny), "fold=0", "batch_size=20", "force=true")[0] == 0
+    summary = json.loads((tiny.parent / "runs/ones/ented/rank=2/summary.json").read_text())
+    assert summary["seeds"] == {}
+
+
+def test_a_metric_that_is_not_defined_is_null(command, tiny):
+    rows = np.load(tiny / "ones/fold-0.npz")
+    test = rows["test"][rows["test"][:, 3] == 1]
+    np.savez(tiny / "ones/fold-0.npz", train=rows["train"], test=test)
+    code, out, err = command(*binary(tiny), "fold=0")
+    assert code == 0 and "Warn" not in err
+    metrics = numbers(tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0")["metrics"]
+    assert metrics["auc"] is None and metrics["nll"] > 0
+
+
 def test_settings_that_change_no_number_do_not_matter(command, tiny):
     arguments = [*binary(tiny), "fold=0"]
     assert command(*arguments)[0] == 0
@@ -272,6 +320,12 @@ MISTAKES = {
     "dataset=null": "Config group override must be a string",
     "model=null": "Config group override must be a string",
     "rnk=3": "Could not override 'rnk'",
+    "+model.nope=1": "unexpected keyword argument 'nope'",
+    "model.rank=5": "set rank=5",
+    "model.milestones=5": "a list of shares of the epochs",
+    "protocol.milestones=[2]": "a list of shares of the epochs",
+    "force=maybe": "it must be true or false",
+    "runs_dir=null": "the name of a folder",
     "runs_dir=a=b": "quote the value",
     "rank=0": WHOLE,
     "rank=two": WHOLE,
@@ -382,6 +436,21 @@ def test_killed_and_started_again_ends_with_the_same_numbers(tiny):
     assert numbers(killed) == numbers(run_folder("whole"))
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_one_line(tiny, signum):
+    settings = ["fold=0", "protocol=paper", "checkpoint_seconds=0", "epochs=100000"]
+    arguments = [sys.executable, str(TRAIN), *(a for a in binary(tiny) if a != "epochs=3"), *settings]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tiny.parent.rglob("last.ckpt")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    assert err == "stopped: the same command goes on where this one was\n"
+
+
 def test_the_default_beats_the_naive_predictors(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = command()
@@ -419,7 +488,7 @@ def test_the_grid_of_two_datasets_and_three_ranks(command, tmp_path, monkeypatch
 
 def test_no_setting_of_the_environment_is_needed(tmp_path):
     """From another folder, in a process of its own."""
-    environment = {key: value for key, value in os.environ.items() if key != "ENTED_DATA"}
+    environment = {key: value for key, value in os.environ.items() if key not in ("ENTED_DATA", "HYDRA_FULL_ERROR")}
     done = subprocess.run(
         [sys.executable, TRAIN, "rank=0"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )

@@ -86,7 +86,7 @@ class COODataModule(L.LightningDataModule):
             if not 0 < size < len(train):
                 raise InputError(
                     f"holding out {held_out:g} of {len(train)} training entries leaves an empty part: "
-                    "use protocol=paper, or more data"
+                    "set protocol.held_out=0 and epochs=, or give more data"
                 )
             self.validation = train.subset(order[:size])
             self.train = train.subset(order[size:])

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAUROC
+from torchmetrics.utilities import dim_zero_cat
 
 from ented.likelihoods import Predictive
 
@@ -36,6 +37,14 @@ class Mean(MeanMetric):
         self.set_dtype(torch.float64)
 
 
+class AUC(BinaryAUROC):
+    """Area under the ROC curve; nan where all entries are ones, or all zeros."""
+
+    def compute(self) -> Float[Tensor, ""]:
+        target = dim_zero_cat(self.target)
+        return super().compute() if target.min() < target.max() else torch.tensor(torch.nan)
+
+
 class CompletionMetrics(nn.Module):
     """Metrics of predictive distributions against the values that came.
 
@@ -57,7 +66,7 @@ class CompletionMetrics(nn.Module):
             "binary": ["auc", "nll", "nll_plugin"],
             "count": ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"],
         }
-        makers = {"auc": BinaryAUROC, "rmse": RelativeRMSE}
+        makers = {"auc": AUC, "rmse": RelativeRMSE}
         self.metrics = nn.ModuleDict({name: makers.get(name.split("_")[0], Mean)() for name in names[kind]})
 
     def update(self, predictive: Predictive, x: Float[Tensor, "S"]) -> None:

@@ -11,6 +11,7 @@ metrics.json     written last: a run that has it is finished
 
 import json
 import logging
+import math
 import os
 import shutil
 from contextlib import contextmanager
@@ -44,10 +45,13 @@ class RunFolder:
 
     def difference(self) -> str | None:
         """The first setting in which the run that the folder holds differs from this one, None if there is none."""
-        stored = self.path / "config.yaml"
-        if not stored.exists():
+        if not self.path.exists():
             return None
-        ours, theirs = material(self.config), material(yaml.safe_load(stored.read_text()))
+        try:
+            stored = material(yaml.safe_load((self.path / "config.yaml").read_text()))
+        except (OSError, yaml.YAMLError, AttributeError):
+            return "no readable config.yaml"
+        ours, theirs = material(self.config), stored
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
                 return f"{key}={theirs.get(key)}, asked for is {key}={ours.get(key)}"
@@ -69,7 +73,7 @@ class RunFolder:
                 f"{self.path} holds a run with {self.difference()}: "
                 "choose another runs_dir=, or force=true to replace it"
             )
-        return json.loads(file.read_text())
+        return read_json(file)
 
     @contextmanager
     def logging(self):
@@ -91,8 +95,12 @@ class RunFolder:
             log.warning("an unfinished run with %s, is started afresh", self.difference())
         if self.difference() or force:
             shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True, exist_ok=True)
-        write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        except OSError as error:
+            raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
+        forget_summary(self.config)
         file = logging.FileHandler(self.path / "train.log")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._lines.setTarget(file)
@@ -121,7 +129,7 @@ class RunFolder:
             "fold": config["fold"],
             "seed": config["seed"],
             "protocol": config["protocol"]["name"],
-            "metrics": metrics,
+            "metrics": {name: finite(value) for name, value in metrics.items()},
             "epochs": epochs,
             "steps": steps,
             "train_seconds": round(train_seconds, 3),
@@ -133,7 +141,8 @@ class RunFolder:
 
 def model_folder(config: dict) -> Path:
     """Folder of all folds and seeds of one dataset, model and rank."""
-    return Path(config["runs_dir"]) / config["dataset"]["name"] / config["model"]["name"] / f"rank={config['rank']}"
+    names = config["dataset"]["name"], config["model"]["name"], f"rank={config['rank']}"
+    return Path(str(config["runs_dir"])).joinpath(*names)
 
 
 def write_summary(config: dict, results: list[dict]) -> dict[str, dict[str, float]]:
@@ -141,14 +150,14 @@ def write_summary(config: dict, results: list[dict]) -> dict[str, dict[str, floa
 
     The file holds a summary for each seed; the others stay.
     """
-    table = pd.DataFrame([result["metrics"] for result in results])
+    table = pd.DataFrame([result["metrics"] for result in results]).astype(float)
     metrics = {
-        name: {"mean": column.mean(), "std": column.std(ddof=1) if len(column) > 1 else 0.0}
+        name: {"mean": finite(column.mean()), "std": finite(column.std(ddof=1)) if len(column) > 1 else 0.0}
         for name, column in table.items()
     }
-    file = model_folder(config) / "summary.json"
-    summary = json.loads(file.read_text()) if file.exists() else {"seeds": {}}
     first = results[0]
+    file = model_folder(config) / "summary.json"
+    summary = read_json(file) if file.exists() else {"seeds": {}}
     summary |= {key: first[key] for key in ("dataset", "model", "rank")}
     summary["seeds"][str(first["seed"])] = {
         "protocol": first["protocol"],
@@ -157,6 +166,28 @@ def write_summary(config: dict, results: list[dict]) -> dict[str, dict[str, floa
     }
     write(file, json.dumps(summary, indent=2) + "\n")
     return metrics
+
+
+def forget_summary(config: dict) -> None:
+    """Take the seed's summary out of summary.json, because one of its folds is about to change."""
+    file = model_folder(config) / "summary.json"
+    if file.exists():
+        summary = read_json(file)
+        summary["seeds"].pop(str(config["seed"]), None)
+        write(file, json.dumps(summary, indent=2) + "\n")
+
+
+def finite(value: float) -> float | None:
+    """JSON has no nan and no infinity; null stands for a metric that is not defined."""
+    return value if math.isfinite(value) else None
+
+
+def read_json(file: Path) -> dict:
+    """Raises InputError where the file is damaged."""
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(f"{file} is damaged ({error}): remove it, and start again") from None
 
 
 def write(file: Path, text: str) -> None:

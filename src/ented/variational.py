@@ -59,9 +59,12 @@ class GaussianBlocks(nn.Module):
         own = G.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # G_ii, (..., b, p, p)
         r = linear.unflatten(-1, (blocks, size))
         # every Lambda_i first: theta is fixed, so they do not depend on each other
-        self.precision.lerp_(own + torch.eye(size, dtype=own.dtype, device=own.device), rho)
+        identity = torch.eye(size, dtype=own.dtype, device=own.device)
+        self.precision.lerp_(identity + own, rho)
         L, info = torch.linalg.cholesky_ex(self.precision)
-        self.covariance.copy_(torch.cholesky_inverse(L))
+        # S_i = L^-T L^-1; torch.cholesky_inverse would wait for the device to see whether it worked
+        L_inverse = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
+        self.covariance.copy_(L_inverse.mT @ L_inverse)
         for i in range(blocks):
             others = self.mean.clone()
             others[..., i, :] = 0

@@ -49,6 +49,8 @@ class NpzFolds(Dataset):
     ):
         if len(modes) != len(shape):
             raise InputError(f"{name}: {len(modes)} modes for {len(shape)} sizes; name each mode once")
+        if len({*modes, "value"}) <= len(modes):
+            raise InputError(f"{name}: modes are {', '.join(modes)}; give each its own name, none the name value")
         if kind not in ("binary", "count"):
             raise InputError(f"{name}: kind {kind!r} is unknown; choose from binary, count")
         if folds < 1:
@@ -70,8 +72,10 @@ class NpzFolds(Dataset):
         except Exception as error:  # numpy, zipfile and zlib raise many kinds of it on a malformed file
             reason = " ".join(str(error).split())
             raise InputError(f"{file} is not an npz file with arrays train and test ({reason})") from None
-        try:
-            train, test = (COOTensor.from_rows(splits[split], self.shape) for split in ("train", "test"))
-        except InputError as error:
-            raise InputError(f"{file}: {error}") from None
-        return train, test
+        tensors = []
+        for split, rows in splits.items():
+            try:
+                tensors.append(COOTensor.from_rows(rows, self.shape))
+            except InputError as error:
+                raise InputError(f"{file}, {split}: {error}") from None
+        return tensors[0], tensors[1]

@@ -39,7 +39,7 @@ def fetch(path: str, url: str | None, data_dir: str | None) -> Path:
     for setting, value in (("data_dir", data_dir), ("ENTED_DATA", os.environ.get("ENTED_DATA"))):
         if not value:
             continue
-        folder = Path(value).expanduser()
+        folder = Path(str(value)).expanduser()
         if not folder.is_dir():
             raise InputError(f"{setting}={value} is not a folder; correct or unset it")
         file = folder / path

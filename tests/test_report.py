@@ -1,0 +1,63 @@
+"""The report's tables, CSV and figure, from run folders made by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+REPORT = Path(__file__).parent.parent / "src/report.py"
+
+
+def report(*arguments) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, REPORT, *map(str, arguments)], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def write_run(root: Path, dataset: str, fold: int, metrics: dict) -> Path:
+    run = root / dataset / f"ented/rank=3/fold={fold}/seed=0"
+    run.mkdir(parents=True)
+    about = {"dataset": dataset, "model": "ented", "rank": 3, "fold": fold, "seed": 0, "protocol": "paper"}
+    spent = {"epochs": 5, "steps": 50, "train_seconds": 1.5, "version": "0.1.0"}
+    (run / "metrics.json").write_text(json.dumps({**about, "metrics": metrics, **spent}))
+    return run
+
+
+def test_tables_and_csv(tmp_path):
+    for fold, auc in enumerate([0.5, 0.7]):
+        write_run(tmp_path, "digg", fold, {"auc": auc, "nll": 1.0, "nll_plugin": 2.0})
+    code, out, _ = report(tmp_path, "--csv", tmp_path / "all.csv")
+    assert code == 0
+    # one table, for there are no counts; 0.141 is the sample deviation of 0.5 and 0.7
+    assert out.splitlines() == [
+        "| dataset | model | rank | protocol | auc | nll | nll_plugin | runs |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| digg | ented | 3 | paper | 0.600 ± 0.141 | 1.000 ± 0.000 | 2.000 ± 0.000 | 2 |",
+    ]
+    numbers = pd.read_csv(tmp_path / "all.csv")
+    assert len(numbers) == 6
+    assert numbers.query("metric == 'auc'").value.tolist() == [0.5, 0.7]
+
+
+def test_a_method_without_likelihood_has_its_row(tmp_path):
+    write_run(tmp_path, "ems", 0, {"rmse": 0.3, "mape": 0.4})
+    _, out, _ = report(tmp_path)
+    assert out.splitlines()[-1] == "| ems | ented | 3 | paper | 0.300 | 0.400 | – | – | – | – | 1 |"
+
+
+def test_mistakes_end_with_one_line(tmp_path):
+    run = write_run(tmp_path / "runs", "digg", 0, {"auc": 0.5})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/metrics.json").write_text("{}")
+    for arguments, message in [
+        ([tmp_path / "empty"], "no finished run"),
+        ([tmp_path / "damaged"], "dataset"),
+        ([tmp_path / "runs", "--csv", tmp_path / "nowhere/all.csv"], "nowhere"),
+        (["--figure", tmp_path / "x.png"], "--run"),
+        (["--figure", tmp_path / "x.png", "--run", run], "binary"),
+    ]:
+        code, out, err = report(*arguments)
+        assert code == 1 and not out and err.startswith("error: ") and err.count("\n") == 1, err
+        assert message in err

@@ -9,7 +9,6 @@ The settings are listed in conf/. Started again, a command does only what is mis
 
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -33,6 +32,7 @@ from ented.metrics import CompletionMetrics
 from ented.naive import main_effects, overall_mean
 from ented.recorder import Recorder, best_epoch
 from ented.runs import RunFolder, read_json, write, write_summary
+from ented.settings import check
 from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
@@ -54,67 +54,23 @@ def main(cfg: DictConfig) -> None:
 
 def train(cfg: DictConfig) -> None:
     """Run every fold asked for, and print what they have in common."""
-    check(cfg)
+    if cfg.protocol.name == "paper" and cfg.dataset.paper is None:
+        raise InputError(f"dataset={cfg.dataset.name} has no published settings: use protocol=holdout")
+    config = OmegaConf.to_container(cfg, resolve=True)
+    check(config)
     dataset: Dataset = instantiate(cfg.dataset.source)
     folds = range(dataset.folds) if cfg.fold == "all" else [cfg.fold]
-    results = [run_fold(cfg, dataset, fold) for fold in folds]
+    results = [run_fold(cfg, config | {"fold": fold}, dataset) for fold in folds]
     if cfg.fold == "all":
-        summary = write_summary(OmegaConf.to_container(cfg, resolve=True), results)
+        summary = write_summary(config, results)
         if len(results) > 1:
             metrics = "  ".join(f"{name} {m['mean']:.4f} ± {m['std']:.4f}" for name, m in summary.items())
             log.info("%s  %d folds  %s", title(cfg), len(results), metrics)
 
 
-def whole(value) -> bool:
-    return type(value) is int
-
-
-def number(value) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-# what a setting must be -> the settings that must be it, and how that is seen
-RULES = {
-    "a whole number from 1": (
-        ["rank", "inducing", "model.blocks", "epochs", "batch_size", "protocol.patience"],
-        lambda value: whole(value) and value >= 1,
-    ),
-    "a whole number from 0 to 2^32 - 1": (["seed"], lambda value: whole(value) and 0 <= value < 2**32),
-    "a number above 0": (["lr", "model.init_std", "likelihood.zeta"], lambda value: number(value) and value > 0),
-    "a number above 0 and at most 1": (["rho"], lambda value: number(value) and 0 < value <= 1),
-    "a number from 0": (["model.jitter", "checkpoint_seconds"], lambda value: number(value) and value >= 0),
-    "a number from 0 and below 1": (["protocol.held_out"], lambda value: number(value) and 0 <= value < 1),
-    "true or false": (["force"], lambda value: type(value) is bool),
-    "the name of a folder": (["runs_dir"], lambda value: value not in (None, "")),
-    "a list of shares of the epochs, each above 0 and at most 1": (
-        ["protocol.milestones", "model.milestones"],
-        lambda value: OmegaConf.is_list(value) and all(number(share) and 0 < share <= 1 for share in value),
-    ),
-    "a number or all": (["fold"], lambda value: value == "all" or whole(value)),
-    "float32 or float64": (["dtype"], lambda value: value in ("float32", "float64")),
-    "auto, cpu, or cuda where there is a device": (
-        ["trainer.accelerator"],
-        lambda value: value in ("auto", "cpu") or (value == "cuda" and torch.cuda.is_available()),
-    ),
-}
-
-
-def check(cfg: DictConfig) -> None:
-    """Raise InputError where a setting is not what it must be."""
-    if cfg.protocol.name == "paper" and cfg.dataset.paper is None:
-        raise InputError(f"dataset={cfg.dataset.name} has no published settings: use protocol=holdout")
-    for rule, (names, holds) in RULES.items():
-        for name in names:
-            value = OmegaConf.select(cfg, name, default="absent")  # from a model or protocol that has no such setting
-            if value != "absent" and not holds(value):
-                raise InputError(f"{name}={value}: it must be {rule}")
-    if OmegaConf.select(cfg, "model.rank", default=cfg.rank) != cfg.rank:
-        raise InputError(f"model.rank={cfg.model.rank}: set rank={cfg.model.rank}, which names the folder too")
-
-
-def run_fold(cfg: DictConfig, dataset: Dataset, fold: int) -> dict:
-    """Do what is missing of one fold's run and return its metrics.json."""
-    run = RunFolder(OmegaConf.to_container(cfg, resolve=True) | {"fold": fold})
+def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
+    """Do what is missing of one fold's run and return its metrics.json; `config` is cfg, resolved, with that fold."""
+    run, fold = RunFolder(config), config["fold"]
     if not cfg.force and run.metrics:
         log.info("%s is finished", run.path)
         return run.metrics
@@ -183,6 +139,8 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
 def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logger=False) -> L.Trainer:
     """Train for a number of epochs, from the recorder's checkpoint where there is one."""
     accelerator = cfg.trainer.accelerator
+    if accelerator == "cuda" and not torch.cuda.is_available():
+        raise InputError("trainer.accelerator=cuda: there is no CUDA device; use auto or cpu")
     if accelerator == "auto":  # not Lightning's, which takes Apple's GPU too; that has no float64
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = L.Trainer(
@@ -223,7 +181,9 @@ def tracker(cfg: DictConfig, run: RunFolder):
 
     has_key = wandb.login(prompt=False)
     mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
-    logger = instantiate(cfg.logger, save_dir=run.path, name=run.path.relative_to(cfg.runs_dir).as_posix(), mode=mode)
+    logger = instantiate(
+        cfg.logger, save_dir=run.path, name=run.path.relative_to(str(cfg.runs_dir)).as_posix(), mode=mode
+    )
     logger.log_hyperparams(run.config)
     try:
         yield logger

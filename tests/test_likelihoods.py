@@ -176,6 +176,21 @@ def test_log_prob_of_large_counts_in_float32():
     assert NB.log_prob(x, f).dtype == torch.float32
 
 
+@both
+def test_log_prob_has_a_gradient_at_zero(likelihood):
+    """c = |f| has none, but b log(2 cosh(f / 2)) is flat there, so chi is left."""
+    x = tensor(0.0, 1.0)
+    f = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(likelihood.log_prob(x, f).sum(), f)
+    torch.testing.assert_close(gradient, likelihood.chi(x))
+
+
+def test_a_probability_is_never_above_one():
+    """AUROC would take it for a logit."""
+    p = LatentGaussian(Bernoulli(), tensor(40.0, 30.0), tensor(0.5, 2.0))
+    assert (p.mean <= 1).all() and (p.variance >= 0).all()
+
+
 # predictive distribution
 
 

@@ -139,8 +139,6 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
 def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logger=False) -> L.Trainer:
     """Train for a number of epochs, from the recorder's checkpoint where there is one."""
     accelerator = cfg.trainer.accelerator
-    if accelerator == "cuda" and not torch.cuda.is_available():
-        raise InputError("trainer.accelerator=cuda: there is no CUDA device; use auto or cpu")
     if accelerator == "auto":  # not Lightning's, which takes Apple's GPU too; that has no float64
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = L.Trainer(
@@ -181,9 +179,8 @@ def tracker(cfg: DictConfig, run: RunFolder):
 
     has_key = wandb.login(prompt=False)
     mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
-    logger = instantiate(
-        cfg.logger, save_dir=run.path, name=run.path.relative_to(str(cfg.runs_dir)).as_posix(), mode=mode
-    )
+    name = run.path.relative_to(str(cfg.runs_dir)).as_posix()
+    logger = instantiate(cfg.logger, save_dir=run.path, name=name, mode=mode)
     logger.log_hyperparams(run.config)
     try:
         yield logger

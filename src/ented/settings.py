@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 from ented.runs import flat
 from ented.tensor import InputError
 
@@ -34,7 +36,10 @@ RULES = {
     "true or false": (["force"], lambda value: type(value) is bool),
     "the name of a folder": (["runs_dir"], lambda value: value not in (None, "")),
     "float32 or float64": (["dtype"], lambda value: value in ("float32", "float64")),
-    "auto, cpu or cuda": (["trainer.accelerator"], lambda value: value in ("auto", "cpu", "cuda")),
+    "auto, cpu, or cuda where there is a device": (
+        ["trainer.accelerator"],
+        lambda value: value in ("auto", "cpu") or (value == "cuda" and torch.cuda.is_available()),
+    ),
 }
 
 

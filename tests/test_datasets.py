@@ -319,12 +319,12 @@ def test_cell_with_other_value_in_test_stays_in_test(toy):
     [
         ({"train": TRAIN}, "fold-0.npz is not an npz file with arrays train and test ("),
         ({"train": TRAIN, "test": [None]}, "fold-0.npz is not an npz file with arrays train and test ("),
-        ({"train": TRAIN, "test": [[0, 1]]}, "fold-0.npz: rows have shape (1, 2); give 3 columns"),
-        ({"train": TRAIN, "test": np.zeros((0, 3))}, "fold-0.npz: the tensor has no entries"),
-        ({"train": np.zeros((0, 3)), "test": TEST}, "fold-0.npz: the tensor has no entries"),
-        ({"train": TRAIN, "test": [[0, 3, 1]]}, "fold-0.npz: row 0, mode 1: index 3 is outside"),
-        ({"train": TRAIN, "test": [[0, 0, np.nan]]}, "fold-0.npz: row 0: value nan is not finite"),
-        ({"train": TRAIN, "test": [[0, 0, -1]]}, "fold-0.npz: row 0: value -1 is negative"),
+        ({"train": TRAIN, "test": [[0, 1]]}, "fold-0.npz, test: rows have shape (1, 2); give 3 columns"),
+        ({"train": TRAIN, "test": np.zeros((0, 3))}, "fold-0.npz, test: the tensor has no entries"),
+        ({"train": np.zeros((0, 3)), "test": TEST}, "fold-0.npz, train: the tensor has no entries"),
+        ({"train": TRAIN, "test": [[0, 3, 1]]}, "fold-0.npz, test: row 0, mode 1: index 3 is outside"),
+        ({"train": TRAIN, "test": [[0, 0, np.nan]]}, "fold-0.npz, test: row 0: value nan is not finite"),
+        ({"train": TRAIN, "test": [[0, 0, -1]]}, "fold-0.npz, test: row 0: value -1 is negative"),
         ({"train": TRAIN, "test": TRAIN}, "toy, fold 0, train: no entry is left"),
         ({"train": TRAIN, "test": [[1, 1, 5]]}, "toy, fold 0: a binary dataset holds the value 5; set kind"),
         (

@@ -58,6 +58,7 @@ def train(cfg: DictConfig) -> None:
         raise InputError(f"dataset={cfg.dataset.name} has no published settings: use protocol=holdout")
     config = OmegaConf.to_container(cfg, resolve=True)
     check(config)
+    torch.set_num_threads(cfg.threads)
     dataset: Dataset = instantiate(cfg.dataset.source)
     folds = range(dataset.folds) if cfg.fold == "all" else [cfg.fold]
     results = [run_fold(cfg, config | {"fold": fold}, dataset) for fold in folds]

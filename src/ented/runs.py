@@ -27,8 +27,9 @@ from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
 
-# Settings that cannot change a run's numbers, or only where the model takes them (model.lr, model.rho, model.inducing).
-IMMATERIAL = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "logger", "trainer", "lr", "rho", "inducing"}
+# Settings that change a run's numbers by no more than rounding, and those that matter only where the model takes them.
+IMMATERIAL = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "threads", "logger", "trainer"}
+IMMATERIAL |= {"lr", "rho", "inducing"}
 
 
 class RunFolder:

@@ -23,7 +23,7 @@ def shares(value) -> bool:
 # what a setting must be -> the settings that must be it, and how that is seen
 RULES = {
     "a whole number from 1": (
-        ["rank", "inducing", "model.blocks", "epochs", "batch_size", "protocol.patience"],
+        ["rank", "inducing", "model.blocks", "epochs", "batch_size", "protocol.patience", "threads"],
         lambda value: whole(value) and value >= 1,
     ),
     "a whole number from 0 to 2^32 - 1": (["seed"], lambda value: whole(value) and 0 <= value < 2**32),

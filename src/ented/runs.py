@@ -48,11 +48,11 @@ class RunFolder:
         """The first setting in which the run that the folder holds differs from this one, None if there is none."""
         if not self.path.exists():
             return None
+        ours = material(self.config)
         try:
-            stored = material(yaml.safe_load((self.path / "config.yaml").read_text()))
+            theirs = material(yaml.safe_load((self.path / "config.yaml").read_text()))
         except (OSError, yaml.YAMLError, AttributeError):
             return "no readable config.yaml"
-        ours, theirs = material(self.config), stored
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
                 return f"{key}={theirs.get(key)}, asked for is {key}={ours.get(key)}"

@@ -25,10 +25,6 @@ class GaussianBlocks(nn.Module):
         self.register_buffer("mean", torch.zeros(blocks, size))
         self.register_buffer("covariance", identity.clone())
 
-    def split(self, phi: Float[Tensor, "... P S"]) -> Float[Tensor, "... b p S"]:
-        """Stacked features, a block at a time."""
-        return phi.unflatten(-2, self.mean.shape[-2:])
-
     def moments(
         self, phi: Float[Tensor, "... P S"], residual: Float[Tensor, "... S"]
     ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"], Float[Tensor, "... b p S"]]:
@@ -36,7 +32,7 @@ class GaussianBlocks(nn.Module):
 
         mu_n = sum_i m_i' phi_in,    s2_n = residual_n + sum_i phi_in' S_i phi_in
         """
-        phi = self.split(phi)
+        phi = phi.unflatten(-2, self.mean.shape[-2:])  # (..., b, p, S)
         S_phi = self.covariance @ phi
         mean = torch.einsum("...bp,...bps->...s", self.mean, phi)
         return mean, residual + (phi * S_phi).sum((-3, -2)), S_phi

@@ -10,6 +10,7 @@ The settings are listed in conf/. Started again, a command does only what is mis
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -20,6 +21,7 @@ import hydra
 import lightning as L
 import pandas as pd
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -27,15 +29,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ented.datamodule import COODataModule
 from ented.datasets import Dataset
-from ented.likelihoods import PolyaGamma, Predictive
+from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
 from ented.naive import main_effects, overall_mean
-from ented.recorder import Recorder, best_epoch
+from ented.predictive import Predictive
+from ented.recorder import Recorder, best_epoch, held_out_score
 from ented.runs import RunFolder, read_json, write, write_summary
 from ented.settings import check
 from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
+PLACES = r"\+*(runs_dir|data_dir|fold|force|threads|checkpoint_seconds|logger|trainer|callbacks)\b"
 FULL_ERROR = bool(os.environ.get("HYDRA_FULL_ERROR"))  # the user asks for tracebacks
 failed = False
 
@@ -86,7 +90,7 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
 
         def module() -> L.LightningModule:
             L.seed_everything(cfg.seed, verbose=False)
-            settings = {key: value for key, value in cfg.model.items() if key != "name"}
+            settings = {key: value for key, value in cfg.model.items() if key not in ("name", "training")}
             with parameters_in(getattr(torch, cfg.dtype)):
                 return instantiate(settings, shape=dataset.shape, likelihood=likelihood)
 
@@ -103,7 +107,8 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
         metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
         run.write_predictions(dataset.modes, test, trainer.predict(fitted, all_entries))
         log.info("%s", comparison(cfg, metrics, train, test, likelihood))
-        result = run.finish(metrics, epochs, trainer.global_step, recorder.seconds)
+        epochs = len(recorder.rows)  # fewer where the method has converged
+        result = run.finish(metrics, epochs, trainer.global_step, recorder.seconds, command(fold))
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info(
             "%s  fold %d  %s  %d epochs  %.1f s  %s", title(cfg), fold, numbers, epochs, recorder.seconds, run.path
@@ -123,17 +128,21 @@ def parameters_in(dtype: torch.dtype):
 
 
 def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data: COODataModule) -> int:
-    """Fit with a part of the training entries held out; return the number of epochs with the lowest NLL on them."""
+    """Fit with a part of the training entries held out; return the number of epochs with the lowest score on them.
+
+    The score is the NLL, and the RMSE of a method that has no NLL.
+    """
     chosen = folder / "chosen.json"
     if not chosen.exists():
         recorder = Recorder(folder, cfg.checkpoint_seconds, cfg.protocol.patience)
         fit(cfg, recorder, module, data, cfg.epochs)
         epochs = best_epoch(recorder.rows, cfg.protocol.patience)
-        write(chosen, json.dumps({"epochs": epochs, "val_nll": recorder.rows[epochs - 1]["val_nll"]}) + "\n")
+        score = held_out_score(recorder.rows)
+        write(chosen, json.dumps({"epochs": epochs, score: recorder.rows[epochs - 1][score]}) + "\n")
         if epochs == cfg.epochs:
-            log.warning("the NLL on held-out entries was still falling after epochs=%d", epochs)
+            log.warning("%s, on held-out training entries, was still falling after epochs=%d", score, epochs)
     choice = read_json(chosen)
-    log.info("%(epochs)d epochs have the lowest NLL on held-out training entries, %(val_nll).4f", choice)
+    log.info("the fit of lowest score on held-out training entries: %s", choice)
     return choice["epochs"]
 
 
@@ -206,7 +215,14 @@ def comparison(cfg, metrics: dict, train: COOTensor, test: COOTensor, likelihood
 
 
 def title(cfg: DictConfig) -> str:
-    return f"{cfg.dataset.name}  {cfg.model.name}  rank {cfg.rank}"
+    rank = f"  rank {cfg.model.rank}" if "rank" in cfg.model else ""
+    return f"{cfg.dataset.name}  {cfg.model.name}{rank}"
+
+
+def command(fold: int) -> str:
+    """The command line that makes the run of one fold, without what does not change its numbers."""
+    overrides = [override for override in HydraConfig.get().overrides.task if not re.match(PLACES, override)]
+    return " ".join(["python src/train.py", *overrides, f"fold={fold}"])
 
 
 def one_line(error: BaseException) -> str:

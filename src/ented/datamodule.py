@@ -1,5 +1,7 @@
 """Minibatches of a sparse tensor's entries, in coordinate format."""
 
+from typing import Literal
+
 import lightning as L
 import numpy as np
 import torch
@@ -58,7 +60,7 @@ class COODataModule(L.LightningDataModule):
     Parameters
     ----------
     train, test : the two parts of the data.
-    batch_size : entries in a training minibatch, at most.
+    batch_size : entries in a training minibatch, at most; "all" for one batch with every entry, in the order of train.
     seed : decides the order of the minibatches and which entries are held out.
     held_out : share of the training entries for validation; 0 for none.
     dtype : of the values in a batch.
@@ -72,7 +74,7 @@ class COODataModule(L.LightningDataModule):
         self,
         train: COOTensor,
         test: COOTensor,
-        batch_size: int,
+        batch_size: int | Literal["all"],
         seed: int,
         held_out: float = 0.0,
         dtype: torch.dtype = torch.float64,
@@ -92,7 +94,10 @@ class COODataModule(L.LightningDataModule):
             self.train = train.subset(order[size:])
 
     def train_dataloader(self) -> DataLoader:
-        batches = EpochBatches(len(self.train), self.batch_size, self.seed)
+        if self.batch_size == "all":
+            batches = [torch.arange(len(self.train))]
+        else:
+            batches = EpochBatches(len(self.train), self.batch_size, self.seed)
         pin = torch.cuda.is_available()  # so that the copy to the device does not wait
         return DataLoader(Entries(self.train, self.dtype), sampler=batches, batch_size=None, pin_memory=pin)
 

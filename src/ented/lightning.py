@@ -1,16 +1,17 @@
-"""Lightning modules: validation and test for every method, and ENTED's training step."""
+"""Lightning modules: validation and test for every method, training by sweeps, and ENTED's training step."""
 
 import logging
 
 import lightning as L
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ented.likelihoods import PolyaGamma, Predictive
+from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
 from ented.model import ENTED
-from ented.tensor import InputError
+from ented.predictive import Predictive
+from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
 
@@ -23,9 +24,19 @@ class CompletionModule(L.LightningModule):
     Parameters
     ----------
     kind : "binary" or "count", which decides the metrics.
+
+    Raises
+    ------
+    InputError : the method does not take entries of this kind.
     """
 
+    kinds = ("binary", "count")  # what the method takes
+
     def __init__(self, kind: str):
+        if kind not in self.kinds:
+            raise InputError(
+                f"{type(self).__name__} is for {self.kinds[0]} entries, these are {kind}: choose another model="
+            )
         super().__init__()
         self.metrics = CompletionMetrics(kind)
 
@@ -57,6 +68,70 @@ class CompletionModule(L.LightningModule):
         """The columns of predictions.csv."""
         indices, values = batch
         return self.predictive(indices).columns(values)
+
+
+class SweepModule(CompletionModule):
+    """A method that is trained by sweeps over all training entries; an epoch is a sweep. It needs batch_size=all.
+
+    A subclass keeps its state in buffers, which are the checkpoint.
+
+    Parameters
+    ----------
+    kind : as above.
+    tolerance : training ends when a sweep changes the objective by less than this part of it.
+    """
+
+    automatic_optimization = False
+
+    def __init__(self, kind: str, tolerance: float):
+        super().__init__(kind)
+        self.tolerance = tolerance
+        self.register_buffer("objective", torch.tensor(torch.nan, dtype=torch.float64))
+        self.register_buffer("converged", torch.tensor(False))
+
+    def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
+        """Set what depends on the data, before the first sweep."""
+
+    def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
+        """Update the state once, and return the objective, which grows: a log likelihood or a bound on one."""
+        raise NotImplementedError
+
+    def is_converged(self, before: Float[Tensor, ""]) -> Bool[Tensor, ""]:
+        """Whether the sweep that changed the objective from `before` was the last."""
+        return (self.objective - before).abs() <= self.tolerance * before.abs()
+
+    @torch.no_grad()
+    def step(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
+        """One sweep, and what is kept of it."""
+        if self.objective.isnan():
+            self.initialise(indices, values)
+        before = self.objective.clone()
+        self.objective.copy_(self.sweep(indices, values))
+        self.converged.copy_(self.is_converged(before))
+        if not self.objective.isfinite():
+            raise InputError(
+                f"the objective of {type(self).__name__} is not finite: use dtype=float64 or a lower rank="
+            )
+
+    def fit(self, train: COOTensor, epochs: int) -> "SweepModule":
+        """Sweep until convergence, at most `epochs` times, without a trainer."""
+        for _ in range(epochs):
+            self.step(train.indices, train.values)
+            if self.converged:
+                break
+        return self
+
+    def on_train_start(self) -> None:
+        self.trainer.should_stop = bool(self.converged)  # a fit that is resumed after its end
+
+    def training_step(self, batch: Batch, _) -> None:
+        if len(batch[1]) < len(self.trainer.datamodule.train):
+            raise InputError(f"{type(self).__name__} sweeps over all entries at once: use batch_size=all")
+        self.step(*batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("objective", self.objective, prog_bar=True)
+        self.trainer.should_stop = bool(self.converged)
 
 
 class ENTEDModule(CompletionModule):

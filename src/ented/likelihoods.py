@@ -8,7 +8,6 @@ Both are Polya-Gamma likelihoods (Polson, Scott, Windle 2013): for some b and ch
 so given omega the log likelihood is quadratic in f, and q(omega) = PG(b, c) with mean theta = b tanh(c / 2) / (2 c).
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from math import ceil, lgamma, log
 
@@ -20,6 +19,7 @@ from scipy.special import betainc
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
+from ented.predictive import Predictive
 from ented.tensor import InputError
 
 
@@ -194,30 +194,6 @@ class NegativeBinomial(PolyaGamma):
 
     def intercept(self, values):
         return log(max(values.sum().item(), 0.5) / (len(values) * self.zeta))
-
-
-class Predictive(ABC):
-    """Predictive distribution of S entries: what every method of the benchmark answers to `predictive(indices)`.
-
-    A method that knows more than a mean and a probability overrides `columns`, and one with a posterior `plugin`.
-    """
-
-    @property
-    @abstractmethod
-    def mean(self) -> Float[Tensor, "S"]:
-        """Expected value: the probability of a one, or the expected count."""
-
-    @abstractmethod
-    def log_prob(self, values: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
-        """log p(values)."""
-
-    def plugin(self) -> "Predictive":
-        """The same with every parameter fixed at its posterior mean."""
-        return self
-
-    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
-        """What predictions.csv says of each entry, beside its indices and its value."""
-        return {"mean": self.mean, "log_prob": self.log_prob(values)}
 
 
 @dataclass

@@ -7,7 +7,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.utilities import dim_zero_cat
 
-from ented.likelihoods import Predictive
+from ented.predictive import Predictive
 
 
 class RelativeRMSE(Metric):
@@ -52,7 +52,7 @@ class CompletionMetrics(nn.Module):
 
     nll is the mean of -log p(x) under the posterior predictive distribution, and rmse and mape are those of its mean.
     The `_plugin` metrics are the same with f fixed at its posterior mean, which is what the paper's tables hold.
-    mape is the mean of |x - prediction| / (x + 1).
+    mape is the mean of |x - prediction| / (x + 1). Where the predictive has no log_prob, there are no nlls.
 
     Parameters
     ----------
@@ -74,14 +74,16 @@ class CompletionMetrics(nn.Module):
         if self.kind == "binary":
             self.metrics["auc"].update(predictive.mean, x.long())
         for suffix, prediction in {"": predictive, "_plugin": predictive.plugin()}.items():
-            self.metrics["nll" + suffix].update(-prediction.log_prob(x))
+            log_prob = prediction.log_prob(x)
+            if log_prob is not None:
+                self.metrics["nll" + suffix].update(-log_prob)
             if self.kind == "count":
                 self.metrics["rmse" + suffix].update(prediction.mean, x)
                 self.metrics["mape" + suffix].update((x - prediction.mean).abs() / (x + 1))
 
     def compute(self) -> dict[str, Float[Tensor, ""]]:
         """All metrics of the entries added since the last reset."""
-        return {name: metric.compute() for name, metric in self.metrics.items()}
+        return {name: metric.compute() for name, metric in self.metrics.items() if metric.update_called}
 
     def reset(self) -> None:
         for metric in self.metrics.values():

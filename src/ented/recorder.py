@@ -22,7 +22,7 @@ class Recorder(Checkpoint):
     ----------
     folder : where the two files go; made where it does not exist.
     checkpoint_seconds : the least time between two checkpoints; the last epoch always has one.
-    patience : epochs without a lower val_nll after which training stops; None to train all epochs.
+    patience : epochs without a lower held-out score after which training stops; None to train all epochs.
     """
 
     def __init__(self, folder: Path, checkpoint_seconds: float, patience: int | None = None):
@@ -64,14 +64,19 @@ class Recorder(Checkpoint):
         self._saved = time.monotonic()
 
 
+def held_out_score(rows: list[dict[str, float]]) -> str:
+    """The metric of the held-out entries that decides: the RMSE of a method that has no NLL."""
+    return "val_nll" if "val_nll" in rows[0] else "val_rmse"
+
+
 def best_epoch(rows: list[dict[str, float]], patience: int) -> int:
-    """Number of epochs, from 1, with the lowest val_nll before `patience` epochs passed without a lower one.
+    """Number of epochs, from 1, with the lowest held-out score before `patience` epochs passed without a lower one.
 
     Rows after that do not count: a search that is resumed when it had just ended trains one epoch more.
     """
-    best = 0
+    best, score = 0, held_out_score(rows)
     for epoch, row in enumerate(rows):
-        if row["val_nll"] < rows[best]["val_nll"]:
+        if row[score] < rows[best][score]:
             best = epoch
         if epoch - best >= patience:
             break

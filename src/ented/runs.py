@@ -1,4 +1,4 @@
-"""A run is a folder: <runs_dir>/<dataset>/<model>/rank=R/fold=K/seed=S/.
+"""A run is a folder: <runs_dir>/<dataset>/<model>/rank=R/fold=K/seed=S/, without rank=R for a model that has none.
 
 config.yaml      all settings, written first
 train.log        what was done
@@ -27,9 +27,9 @@ from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
 
-# Settings that change a run's numbers by no more than rounding, and those that matter only where the model takes them.
+# Settings that change a run's numbers by no more than rounding, and those that count only where the model takes them.
 IMMATERIAL = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "threads", "logger", "trainer"}
-IMMATERIAL |= {"lr", "rho", "inducing"}
+IMMATERIAL |= {"rank", "lr", "rho", "inducing", "missing"}
 
 
 class RunFolder:
@@ -120,20 +120,22 @@ class RunFolder:
         )
         write(self.path / "predictions.csv", table.join(columns).to_csv(index=False, float_format="%.6g"))
 
-    def finish(self, metrics: dict[str, float], epochs: int, steps: int, train_seconds: float) -> dict:
+    def finish(self, metrics: dict[str, float], epochs: int, steps: int, train_seconds: float, command: str) -> dict:
         """Write metrics.json, which marks the run as finished, and return its content."""
         config = self.config
         result = {
             "dataset": config["dataset"]["name"],
             "model": config["model"]["name"],
-            "rank": config["rank"],
+            "rank": config["model"].get("rank"),
             "fold": config["fold"],
             "seed": config["seed"],
             "protocol": config["protocol"]["name"],
+            "missing": config["model"].get("missing", "masked"),
             "metrics": {name: finite(value) for name, value in metrics.items()},
             "epochs": epochs,
             "steps": steps,
             "train_seconds": round(train_seconds, 3),
+            "command": command,
             "version": version("ented"),
         }
         write(self.path / "metrics.json", json.dumps(result, indent=2) + "\n")
@@ -142,7 +144,8 @@ class RunFolder:
 
 def model_folder(config: dict) -> Path:
     """Folder of all folds and seeds of one dataset, model and rank."""
-    names = config["dataset"]["name"], config["model"]["name"], f"rank={config['rank']}"
+    model = config["model"]
+    names = [config["dataset"]["name"], model["name"]] + ([f"rank={model['rank']}"] if "rank" in model else [])
     return Path(str(config["runs_dir"])).joinpath(*names)
 
 

@@ -23,9 +23,11 @@ def shares(value) -> bool:
 # what a setting must be -> the settings that must be it, and how that is seen
 RULES = {
     "a whole number from 1": (
-        ["rank", "inducing", "model.blocks", "epochs", "batch_size", "protocol.patience", "threads"],
+        ["rank", "inducing", "model.blocks", "epochs", "protocol.patience", "threads"],
         lambda value: whole(value) and value >= 1,
     ),
+    "a whole number from 1, or all": (["batch_size"], lambda value: value == "all" or whole(value) and value >= 1),
+    "masked or zeros": (["missing", "model.missing"], lambda value: value in ("masked", "zeros")),
     "a whole number from 0 to 2^32 - 1": (["seed"], lambda value: whole(value) and 0 <= value < 2**32),
     "a number above 0": (["lr", "model.init_std", "likelihood.zeta"], lambda value: number(value) and value > 0),
     "a number above 0 and at most 1": (["rho"], lambda value: number(value) and 0 < value <= 1),

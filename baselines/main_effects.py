@@ -1,4 +1,4 @@
-"""Main effects: a constant and one number for each row of each mode, log-linear for counts, logistic for binary entries.
+"""Main effects: a constant and a number for each row of each mode, log-linear for counts, logistic for binary entries.
 
 The additive model that every table needs beside the multiplicative ones (McCullagh and Nelder 1989).
 """

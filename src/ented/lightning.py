@@ -121,6 +121,9 @@ class SweepModule(CompletionModule):
                 break
         return self
 
+    def configure_optimizers(self) -> None:
+        """None: the sweep is the optimiser."""
+
     def on_train_start(self) -> None:
         self.trainer.should_stop = bool(self.converged)  # a fit that is resumed after its end
 

@@ -1,0 +1,102 @@
+"""Generalised CP (Hong, Kolda, Duersch 2020): a CP model of the mean of counts, or of the logit of a one."""
+
+from math import prod
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from baselines.cp import FLOOR, Missing, components, poisson_log_likelihood
+from baselines.lbfgs import maximise
+from ented.datamodule import generator
+from ented.lightning import SweepModule
+from ented.likelihoods import PolyaGamma
+from ented.predictive import Known, Predictive
+from ented.tensor import COOTensor
+
+
+class GCP(SweepModule):
+    """Maximum likelihood by L-BFGS over all entries; a sweep is ten of its iterations.
+
+    Counts are Poisson with mean m, and the factors are not negative. Binary entries are Bernoulli with logit m.
+
+    Parameters
+    ----------
+    shape : sizes of the tensor's modes.
+    likelihood : says of which kind the entries are.
+    rank : number of components.
+    missing : what cells without an entry are, see `baselines.cp`.
+    sample : The sum over zeros has no closed form under the Bernoulli likelihood. In a tensor with more cells than this,
+        so many of them, drawn uniformly, stand for all, the same in every sweep (stratified sampling, Kolda and Hong
+        2020).
+    tolerance : see `SweepModule`.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        likelihood: PolyaGamma,
+        rank: int,
+        missing: Missing = "masked",
+        sample: int = 1_000_000,
+        tolerance: float = 1e-8,
+    ):
+        super().__init__(likelihood.kind, tolerance)
+        self.shape, self.missing, self.sample = tuple(shape), missing, sample
+        self.counts = likelihood.kind == "count"
+        # the factor matrices of all modes, one below the other
+        self.register_buffer("A", torch.rand(sum(shape), rank))
+        self.register_buffer("seed", torch.randint(2**31, ()))  # of the sample
+        self.zeros: COOTensor | None = None
+
+    @property
+    def factors(self) -> tuple[Float[Tensor, "I R"], ...]:
+        return self.A.split(self.shape)
+
+    def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
+        """Scale the factors so that the model has the norm of the data."""
+        if self.missing == "zeros":
+            norm = prod(factor.T @ factor for factor in self.factors).sum().sqrt()
+        else:
+            norm = components(self.factors, indices).sum(-1).norm()
+        self.A *= (values.norm() / norm) ** (1 / len(self.shape))
+
+    def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
+        def objective(vector):
+            factors = vector.view_as(self.A).split(self.shape)
+            if self.counts:
+                return poisson_log_likelihood(factors, indices, values, self.missing)
+            logit = components(factors, indices).sum(-1)
+            return (values * logit - softplus(logit)).sum() + self.zeros_log_likelihood(factors, indices)
+
+        lower = 0.0 if self.counts else None
+        vector, value = maximise(objective, self.A.flatten(), iterations=10, lower=lower)
+        self.A.copy_(vector.view_as(self.A))
+        return value
+
+    def zeros_log_likelihood(self, factors, indices: Int[Tensor, "N D"]) -> Float[Tensor, ""] | float:
+        """Bernoulli log likelihood of the cells without an entry, where they are zeros."""
+        unknown = prod(self.shape) - len(indices)
+        if self.missing == "masked" or not unknown:
+            return 0.0
+        if self.zeros is None:
+            self.zeros = self.draw_zeros(indices)
+        logit = components(factors, self.zeros.indices.to(indices.device)).sum(-1)
+        return -unknown / len(self.zeros) * softplus(logit).sum()
+
+    def draw_zeros(self, indices: Int[Tensor, "N D"]) -> COOTensor:
+        """All cells without an entry, or a sample of them; `sample` counts those that turn out to have one."""
+        if prod(self.shape) <= self.sample:
+            cells = torch.cartesian_prod(*[torch.arange(size) for size in self.shape]).view(-1, len(self.shape))
+        else:
+            random = generator(self.seed.item())
+            cells = torch.stack([torch.randint(size, (self.sample,), generator=random) for size in self.shape], 1)
+        known = COOTensor(indices.cpu(), torch.zeros(len(indices), dtype=torch.float64), self.shape)
+        return COOTensor(cells, torch.zeros(len(cells), dtype=torch.float64), self.shape).distinct().without(known)
+
+    def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
+        m = components(self.factors, indices).sum(-1).double()
+        if self.counts:
+            return Known(torch.distributions.Poisson(m + FLOOR))
+        return Known(torch.distributions.Bernoulli(logits=m))

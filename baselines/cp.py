@@ -11,6 +11,7 @@ from typing import Literal
 
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import embedding
 
 Missing = Literal["masked", "zeros"]
 Factors = Sequence[Float[Tensor, "I R"]]
@@ -19,7 +20,7 @@ FLOOR = 1e-10  # added to a Poisson mean, so that a count above zero has a finit
 
 def components(factors: Factors, indices: Int[Tensor, "S D"], skip: int | None = None) -> Float[Tensor, "S R"]:
     """prod_d A_d[i_nd, r] of each entry and component, over all modes but `skip`."""
-    return prod(factor[indices[:, mode]] for mode, factor in enumerate(factors) if mode != skip)
+    return prod(embedding(indices[:, mode], factor) for mode, factor in enumerate(factors) if mode != skip)
 
 
 def exposure(factors: Factors, indices: Int[Tensor, "N D"], mode: int, missing: Missing) -> Float[Tensor, "I R"]:

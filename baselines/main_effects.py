@@ -48,7 +48,7 @@ class MainEffects(SweepModule):
         self.register_buffer("weights", torch.zeros(1 + sum(shape)))  # the constant, then the effects
         if self.poisson:
             self.register_buffer("zeta", torch.tensor(likelihood.zeta))
-        self.register_buffer("offsets", torch.tensor([1, *accumulate(shape, initial=1)][1:-1]), persistent=False)
+        self.register_buffer("offsets", torch.tensor([*accumulate(shape, initial=1)][:-1]), persistent=False)
 
     @property
     def likelihood(self) -> PolyaGamma:

@@ -3,6 +3,7 @@
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from baselines.cp import FLOOR, Missing, components, exposure, poisson_log_likelihood, sum_by_row
 from ented.lightning import SweepModule
@@ -73,7 +74,7 @@ class NCPD(SweepModule):
         B, E = self.factors[mode] * self.weights, exposure(self.factors, indices, mode, self.missing)
 
         def phi(B):
-            mean = (B[row] * pi).sum(-1)
+            mean = (embedding(row, B) * pi).sum(-1)
             return sum_by_row((values / mean.clamp_min(FLOOR))[:, None] * pi, row, len(B))
 
         inadmissible = (self.factors[mode] < self.kappa_tolerance) & (phi(B) > E)

@@ -27,11 +27,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from baselines.main_effects import MainEffects
 from ented.datamodule import COODataModule
 from ented.datasets import Dataset
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
-from ented.naive import main_effects, overall_mean
 from ented.predictive import Predictive
 from ented.recorder import Recorder, best_epoch, held_out_score
 from ented.runs import RunFolder, read_json, write, write_summary
@@ -199,18 +199,18 @@ def tracker(cfg: DictConfig, run: RunFolder):
 
 
 def comparison(cfg, metrics: dict, train: COOTensor, test: COOTensor, likelihood: PolyaGamma) -> str:
-    """The model's metrics beside those of the naive predictors, as text."""
+    """The model's metrics beside those of an additive model, before and after its fit, as text."""
 
     def evaluate(predictive: Predictive) -> dict[str, float]:
         naive = CompletionMetrics(likelihood.kind)
         naive.update(predictive, test.values)
         return {name: value.item() for name, value in naive.compute().items()}
 
-    rows = {
-        cfg.model.name: metrics,
-        "main effects": evaluate(main_effects(train, likelihood, test.indices)),
-        "overall mean": evaluate(overall_mean(train, likelihood, test.indices)),
-    }
+    with parameters_in(torch.float64):
+        effects = MainEffects(train.shape, likelihood)
+    effects.initialise(train.indices, train.values)
+    rows = {cfg.model.name: metrics, "overall mean": evaluate(effects.predictive(test.indices))}
+    rows["main effects"] = evaluate(effects.fit(train, epochs=500).predictive(test.indices))
     return pd.DataFrame(rows).T.to_string(float_format="{:.4f}".format)
 
 

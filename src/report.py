@@ -2,6 +2,8 @@
 
 python src/report.py                              table of all runs below runs/
 python src/report.py --csv results/runs.csv       and every number, one row a fold and metric
+python src/report.py results/baselines.csv --compare results/paper.csv
+                                                  means beside published ones, from such a CSV or from run folders
 python src/report.py --figure RUN.png --run runs/flights/ented/rank=3/fold=0/seed=0
 """
 
@@ -18,35 +20,90 @@ import numpy as np
 import pandas as pd
 import yaml
 
-RUN = ["dataset", "model", "rank", "protocol"]
+RUN = ["dataset", "model", "rank", "protocol", "missing"]
 BINARY = ["auc", "nll", "nll_plugin"]
 COUNTS = ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"]
 
 
-def collect(runs_dir: Path) -> pd.DataFrame:
-    """Every number of every finished run below a folder, one row a fold and metric."""
+def collect(source: Path) -> pd.DataFrame:
+    """Every number of every finished run below a folder, one row a fold and metric; or such a table from its file."""
+    if source.is_file():
+        return pd.read_csv(source).astype({"rank": "Int64"})
     rows = []
-    for file in sorted(runs_dir.rglob("metrics.json")):
+    for file in sorted(source.rglob("metrics.json")):
         run = json.loads(file.read_text())
-        about = {key: run[key] for key in ("dataset", "model", "rank", "fold", "seed", "protocol")}
-        spent = {"epochs": run["epochs"], "seconds": run["train_seconds"], "version": run["version"]}
-        rows += [{**about, "metric": name, "value": value, **spent} for name, value in run["metrics"].items()]
-    return pd.DataFrame(rows)
+        about = {key: run[key] for key in ("dataset", "model", "rank", "fold", "seed", "protocol", "missing")}
+        spent = {"epochs": run["epochs"], "seconds": run["train_seconds"]}
+        made = {"command": run["command"], "version": run["version"]}
+        rows += [{**about, "metric": name, "value": value, **spent, **made} for name, value in run["metrics"].items()]
+    return pd.DataFrame(rows).astype({"rank": "Int64"}) if rows else pd.DataFrame()
 
 
 def tables(numbers: pd.DataFrame) -> str:
     """Mean ± standard deviation over folds and seeds as Markdown: a table of binary datasets, a table of counts."""
-    values = numbers.groupby([*RUN, "metric"]).value
-    text = values.agg(lambda v: f"{v.mean():.3f} ± {v.std():.3f}" if len(v) > 1 else f"{v.mean():.3f}").unstack()
-    runs = numbers.drop_duplicates([*RUN, "fold", "seed"]).groupby(RUN).size()
+    text = numbers.groupby([*RUN, "metric"], dropna=False).value.agg(spread).unstack()
+    runs = numbers.drop_duplicates([*RUN, "fold", "seed"]).groupby(RUN, dropna=False).size()
     parts = []
     for metrics in (BINARY, COUNTS):
         part = text.reindex(columns=metrics)
         part = part[part[metrics[0]].notna()].fillna("–").join(runs.rename("runs")).reset_index()
         if len(part):
-            lines = [part.columns, ["---"] * len(part.columns), *part.to_numpy()]
-            parts.append("\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines))
+            parts.append(markdown(part))
     return "\n\n".join(parts)
+
+
+def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> str:
+    """Means beside published ones as Markdown, a table for each dataset.
+
+    `published` has the columns dataset, method, rank, metric, mean and std; its metrics are plug-in ones. A mean of
+    protocol=paper that is further than two published standard deviations away is marked: + where it is better,
+    - where it is worse.
+    """
+    published = published.assign(model=published.method.str.lower())
+    published = published.set_index(["dataset", "model", "rank", "metric"])[["mean", "std"]]
+    parts = []
+    for dataset in numbers.dataset.unique():
+        part = numbers[numbers.dataset == dataset].sort_values(["model", "rank"], kind="stable")
+        metrics = ["auc", "nll"] if (part.metric == "auc").any() else ["rmse", "mape", "nll"]
+        rows = []
+        for (model, rank), run in part.groupby(["model", "rank"], dropna=False, sort=False):
+            row = {"model": model, "rank": "" if pd.isna(rank) else rank}
+            for metric in metrics:
+                paper = published.loc[key] if (key := (dataset, model, rank, metric)) in published.index else None
+                row[f"{metric}: published"] = "–" if paper is None else f"{paper['mean']:g} ± {paper['std']:g}"
+                values = run[run.metric == (metric if metric == "auc" else f"{metric}_plugin")]
+                for protocol in ("paper", "holdout"):
+                    ours = values[values.protocol == protocol].value
+                    row[f"{metric}: {protocol}"] = text = "–" if ours.empty else spread(ours)
+                    if protocol == "paper" and paper is not None and text != "–":
+                        row[f"{metric}: paper"] += mark(metric, ours.mean(), paper["mean"], paper["std"])
+            row |= {"missing": "/".join(run.sort_values("protocol", ascending=False).missing.unique())}
+            row |= {"runs": "/".join(str(runs(run, protocol)) for protocol in ("paper", "holdout"))}
+            rows.append(row)
+        parts.append(f"### {dataset}\n\n{markdown(pd.DataFrame(rows))}")
+    return "\n\n".join(parts)
+
+
+def runs(run: pd.DataFrame, protocol: str) -> int:
+    return len(run[run.protocol == protocol].drop_duplicates(["fold", "seed"]))
+
+
+def mark(metric: str, ours: float, mean: float, std: float) -> str:
+    """ " +" or " -" where two numbers are more than two standard deviations apart; only the AUC is better if higher."""
+    if not abs(ours - mean) > 2 * std:
+        return ""
+    return " +" if (ours > mean) == (metric == "auc") else " -"
+
+
+def spread(values: pd.Series) -> str:
+    """Mean ± standard deviation."""
+    return f"{values.mean():.3f} ± {values.std():.3f}" if len(values) > 1 else f"{values.mean():.3f}"
+
+
+def markdown(table: pd.DataFrame) -> str:
+    rows = table.astype(object).where(table.notna(), "").to_numpy()
+    lines = [table.columns, ["---"] * len(table.columns), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def figure(run: Path, file: Path) -> None:
@@ -77,8 +134,9 @@ def figure(run: Path, file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs_dir", nargs="?", type=Path, default=Path("runs"), help="root of the run folders")
+    parser.add_argument("source", nargs="?", type=Path, default=Path("runs"), help="root of the run folders, or a CSV")
     parser.add_argument("--csv", type=Path, help="file for all numbers")
+    parser.add_argument("--compare", type=Path, help="CSV of published means and standard deviations")
     parser.add_argument("--figure", type=Path, help="file for the figure of one run of counts")
     parser.add_argument("--run", type=Path, help="folder of that run")
     arguments = parser.parse_args()
@@ -86,12 +144,12 @@ def main() -> None:
         if arguments.figure:
             figure(arguments.run, arguments.figure)
             return
-        numbers = collect(arguments.runs_dir)
+        numbers = collect(arguments.source)
         if numbers.empty:
-            sys.exit(f"error: no finished run below {arguments.runs_dir}")
+            sys.exit(f"error: no finished run below {arguments.source}")
         if arguments.csv:
             numbers.to_csv(arguments.csv, index=False)
-        print(tables(numbers))
+        print(comparison(numbers, pd.read_csv(arguments.compare)) if arguments.compare else tables(numbers))
     except (OSError, ValueError, KeyError) as error:  # files that cannot be written, or are not what a run leaves
         sys.exit(f"error: {' '.join(str(error).split())}")
 

@@ -1,0 +1,131 @@
+"""Every method of conf/model from the command line: runs, resumes, and the entries that it does not take."""
+
+import json
+from pathlib import Path
+
+import lightning as L
+import pandas as pd
+import pytest
+import yaml
+from test_train import Command, binary, command, counts, finished, tiny  # noqa: F401
+
+MODELS = sorted(file.stem for file in (Path(__file__).parent.parent / "conf/model").glob("*.yaml"))
+ONLY = {"binary": {"bcp", "sbtr"}, "count": {"ncpd", "bpcp", "vbgcp", "mdtf"}}
+POINT = {("costco", "count"), ("mdtf", "count")}  # no distribution
+PAIRS = [
+    (model, kind)
+    for model in MODELS
+    for kind, other in (("binary", "count"), ("count", "binary"))
+    if model not in ONLY[other]
+]
+DATA = {"binary": binary, "count": counts}
+pairs = pytest.mark.parametrize("model, kind", PAIRS, ids=["-".join(pair) for pair in PAIRS])
+
+
+class Interrupt(L.Callback):
+    """Fails in the fourth epoch, as if the machine did, when it is armed."""
+
+    armed = False
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if self.armed and trainer.current_epoch == 3:
+            raise OSError("interrupted")
+
+
+def test_every_method_is_known_here():
+    assert set(MODELS) >= {
+        *["ented", "main_effects", "gptf", "gptf_pg", "gcp", "bcp", "sbtr", "costco", "ncpd", "bpcp", "vbgcp", "mdtf"]
+    }
+
+
+@pairs
+def test_a_run_of_each_protocol(command, tiny, model, kind):  # noqa: F811
+    nll = [] if (model, kind) in POINT else ["nll", "nll_plugin"]
+    names = ["auc", *nll] if kind == "binary" else ["rmse", "mape", *nll, "rmse_plugin", "mape_plugin"]
+    for protocol in ("paper", "holdout"):
+        code, out, err = command(
+            *DATA[kind](tiny), f"model={model}", f"protocol={protocol}", "fold=0", f"runs_dir={protocol}"
+        )
+        assert code == 0, err
+        (run,) = finished(tiny.parent / protocol)
+        assert ("rank=2" in run) == (model != "main_effects")
+        result = json.loads((Path(run) / "metrics.json").read_text())
+        assert list(result["metrics"]) == names
+        assert all(value is not None for value in result["metrics"].values())
+        assert 1 <= result["epochs"] <= 3
+        assert result["rank"] == (None if model == "main_effects" else 2)
+        zeros = protocol == "paper" and kind == "count" and model in ("gcp", "ncpd", "bpcp")
+        assert result["missing"] == ("zeros" if zeros else "masked")
+        assert f"model={model}" in result["command"] and "runs_dir" not in result["command"]
+        predictions = pd.read_csv(Path(run) / "predictions.csv")
+        assert len(predictions) == 30 and predictions["mean"].notna().all()
+        assert ("log_prob" in predictions) == bool(nll)
+
+
+@pairs
+def test_an_interrupted_run_ends_with_the_same_numbers(command, tiny, model, kind, monkeypatch):  # noqa: F811
+    arguments = [
+        *DATA[kind](tiny),
+        *[f"model={model}", "protocol=paper", "fold=0", "epochs=6", "checkpoint_seconds=0"],
+        "+callbacks.interrupt._target_=test_baselines.Interrupt",
+    ]
+    assert command(*arguments, "runs_dir=whole")[0] == 0
+    monkeypatch.setattr(Interrupt, "armed", True)
+    try:
+        command(*arguments, "runs_dir=parts")
+    except OSError as error:
+        assert "interrupted" in str(error)
+    else:  # the method had converged before
+        assert finished(tiny.parent / "parts")
+    monkeypatch.setattr(Interrupt, "armed", False)
+    assert command(*arguments, "runs_dir=parts")[0] == 0
+    results = []
+    for folder in ("whole", "parts"):
+        (run,) = finished(tiny.parent / folder)
+        result = json.loads((Path(run) / "metrics.json").read_text())
+        results.append((result["metrics"], result["epochs"], result["steps"]))
+    assert results[0] == results[1]
+
+
+def test_a_run_that_had_just_converged_is_not_trained_further(command, tiny):  # noqa: F811
+    """Killed between its last checkpoint and its results."""
+    arguments = [*counts(tiny), "model=bpcp", "protocol=paper", "fold=0", "epochs=500", "model.tolerance=0.01"]
+    assert command(*arguments)[0] == 0
+    (run,) = map(Path, finished(tiny.parent / "runs"))
+    expected = json.loads((run / "metrics.json").read_text())
+    assert expected["epochs"] < 500
+    (run / "metrics.json").unlink()
+    assert command(*arguments)[0] == 0
+    actual = json.loads((run / "metrics.json").read_text())
+    assert {**actual, "train_seconds": 0} == {**expected, "train_seconds": 0}
+
+
+@pytest.mark.parametrize("kind", ["binary", "count"])
+def test_entries_that_a_method_does_not_take_end_with_one_line(command, tiny, kind):  # noqa: F811
+    other = {"binary": "count", "count": "binary"}[kind]
+    for model in ONLY[other]:
+        code, out, err = command(*DATA[kind](tiny), f"model={model}", "fold=0")
+        assert code == 1
+        assert err.startswith("error: ") and err.count("\n") == 1
+        assert f"is for {other} entries, these are {kind}: choose another model=" in err
+    assert not (tiny.parent / "runs").exists()
+
+
+def test_a_sweep_over_a_part_of_the_entries_ends_with_one_line(command, tiny):  # noqa: F811
+    code, out, err = command(*counts(tiny), "model=gcp", "fold=0", "batch_size=10")
+    assert code == 1 and "batch_size=all" in err and err.count("\n") == 1
+
+
+def test_main_effects_are_fitted_once_for_all_ranks(command, tiny):  # noqa: F811
+    code, out, _ = command("-m", *[a for a in binary(tiny) if "rank" not in a], "model=main_effects", "rank=2,3")
+    assert code == 0
+    assert len(finished(tiny.parent / "runs")) == 2  # folds
+    summary = tiny.parent / "runs/ones/main_effects/summary.json"
+    assert json.loads(summary.read_text())["rank"] is None
+
+
+def test_each_configuration_names_its_command():
+    for model in MODELS:
+        text = (Path(__file__).parent.parent / f"conf/model/{model}.yaml").read_text()
+        assert text.startswith(f"# python src/train.py model={model}")
+        assert yaml.safe_load(text)["name"] == model

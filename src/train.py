@@ -209,8 +209,9 @@ def comparison(cfg, metrics: dict, train: COOTensor, test: COOTensor, likelihood
     with parameters_in(torch.float64):
         effects = MainEffects(train.shape, likelihood)
     effects.initialise(train.indices, train.values)
-    rows = {cfg.model.name: metrics, "overall mean": evaluate(effects.predictive(test.indices))}
-    rows["main effects"] = evaluate(effects.fit(train, epochs=500).predictive(test.indices))
+    mean = evaluate(effects.predictive(test.indices))
+    fitted = evaluate(effects.fit(train, epochs=500).predictive(test.indices))
+    rows = {cfg.model.name: metrics, "main effects": fitted, "overall mean": mean}
     return pd.DataFrame(rows).T.to_string(float_format="{:.4f}".format)
 
 

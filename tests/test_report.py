@@ -19,7 +19,7 @@ def write_run(root: Path, dataset: str, fold: int, metrics: dict) -> Path:
     run = root / dataset / f"ented/rank=3/fold={fold}/seed=0"
     run.mkdir(parents=True)
     about = {"dataset": dataset, "model": "ented", "rank": 3, "fold": fold, "seed": 0, "protocol": "paper"}
-    spent = {"epochs": 5, "steps": 50, "train_seconds": 1.5, "version": "0.1.0"}
+    spent = {"epochs": 5, "steps": 50, "train_seconds": 1.5, "missing": "masked", "command": "x", "version": "0.1.0"}
     (run / "metrics.json").write_text(json.dumps({**about, "metrics": metrics, **spent}))
     return run
 
@@ -31,9 +31,9 @@ def test_tables_and_csv(tmp_path):
     assert code == 0
     # one table, for there are no counts; 0.141 is the sample deviation of 0.5 and 0.7
     assert out.splitlines() == [
-        "| dataset | model | rank | protocol | auc | nll | nll_plugin | runs |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| digg | ented | 3 | paper | 0.600 ± 0.141 | 1.000 ± 0.000 | 2.000 ± 0.000 | 2 |",
+        "| dataset | model | rank | protocol | missing | auc | nll | nll_plugin | runs |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| digg | ented | 3 | paper | masked | 0.600 ± 0.141 | 1.000 ± 0.000 | 2.000 ± 0.000 | 2 |",
     ]
     numbers = pd.read_csv(tmp_path / "all.csv")
     assert len(numbers) == 6
@@ -43,7 +43,28 @@ def test_tables_and_csv(tmp_path):
 def test_a_method_without_likelihood_has_its_row(tmp_path):
     write_run(tmp_path, "ems", 0, {"rmse": 0.3, "mape": 0.4})
     _, out, _ = report(tmp_path)
-    assert out.splitlines()[-1] == "| ems | ented | 3 | paper | 0.300 | 0.400 | – | – | – | – | 1 |"
+    assert out.splitlines()[-1] == "| ems | ented | 3 | paper | masked | 0.300 | 0.400 | – | – | – | – | 1 |"
+
+
+def test_means_beside_published_ones(tmp_path):
+    """Marked where they are more than two published deviations apart: + for a lower NLL, - for a lower AUC."""
+    for fold, auc in enumerate([0.5, 0.7]):
+        write_run(tmp_path, "digg", fold, {"auc": auc, "nll": 1.0, "nll_plugin": 2.0})
+    (tmp_path / "paper.csv").write_text(
+        "dataset,method,rank,metric,mean,std\n"
+        "digg,ENTED,3,auc,0.71,0.05\n"
+        "digg,ENTED,3,nll,2.5,0.1\n"
+        "digg,GCP,3,auc,0.5,0.1\n"
+    )
+    code, out, _ = report(tmp_path, "--compare", tmp_path / "paper.csv", "--csv", tmp_path / "all.csv")
+    assert code == 0
+    head, _, row = out.splitlines()[2:]
+    cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
+    assert cells["auc: published"] == "0.71 ± 0.05" and cells["auc: paper"] == "0.600 ± 0.141 -"
+    assert cells["nll: published"] == "2.5 ± 0.1" and cells["nll: paper"] == "2.000 ± 0.000 +"
+    assert cells["auc: holdout"] == "–" and cells["missing"] == "masked" and cells["runs |"] == "2/0 |"
+    # the CSV that was written says the same
+    assert report(tmp_path / "all.csv", "--compare", tmp_path / "paper.csv") == (0, out, "")
 
 
 def test_mistakes_end_with_one_line(tmp_path):

@@ -1,0 +1,238 @@
+"""GPTF: Gaussian-process tensor factorisation with a probit or a Gaussian likelihood (Zhe et al. 2016).
+
+The factors, the process f and its inducing inputs are those of `ented.model`, in one block. What differs is the
+likelihood, and that everything is trained by Adam on minibatches (stochastic variational inference, Hensman, Fusi and
+Lawrence 2013), the posterior q(u) = N(m, L L') of the whitened inducing values included:
+
+    ELBO = sum_n bound(x_n; mu_n, s2_n) - KL(q | N(0, I)) + log p(Z),    q(f_n) = N(mu_n, s2_n).
+"""
+
+from dataclasses import dataclass, replace
+from math import log, pi, sqrt
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ented.inducing import Features
+from ented.lightning import Batch, CompletionModule
+from ented.likelihoods import PolyaGamma
+from ented.model import ENTED
+from ented.predictive import Predictive
+from ented.tensor import InputError
+
+
+class GPTF(CompletionModule):
+    """One Adam step on Z, the inducing inputs, q(u) and the noise for every minibatch.
+
+    Parameters
+    ----------
+    shape : sizes of the tensor's modes.
+    likelihood : says of which kind the entries are: ones and zeros are probit, counts Gaussian as if continuous.
+    rank, inducing, init_std, jitter : see `ented.model.ENTED`.
+    lr : Adam's learning rate.
+    milestones : shares of the epochs, each of them multiplies lr by 0.3.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        likelihood: PolyaGamma,
+        rank: int,
+        inducing: int = 100,
+        init_std: float = 0.5,
+        jitter: float = 1e-4,
+        lr: float = 1e-3,
+        milestones: tuple[float, ...] = (),
+    ):
+        super().__init__(likelihood.kind)
+        own = Probit() if likelihood.kind == "binary" else Gaussian()
+        self.model = ENTED(shape, own, rank, inducing, 1, init_std, jitter)
+        self.model.q = CholeskyGaussian(inducing)  # for an optimiser, where ENTED's is for natural gradients
+        self.lr, self.milestones = lr, milestones
+        self.register_buffer("elbo_sum", torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
+        with torch.no_grad():
+            features = self.model.features(indices)
+            mean, variance = self.model.q.moments(features.phi, features.residual)
+            return self.model.likelihood.predictive(mean.double(), variance.double())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=self.lr)
+        epochs = [max(1, round(share * self.trainer.max_epochs)) for share in self.milestones]
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=0.3)]
+
+    def on_fit_start(self) -> None:
+        self.model.likelihood.standardise(self.trainer.datamodule.train.values)
+
+    def on_train_epoch_start(self) -> None:
+        self.elbo_sum.zero_()
+
+    def elbo(self, features: Features, values: Float[Tensor, "S"], scale: float) -> Float[Tensor, ""]:
+        """Bound on log p(x, Z); one entry of the batch stands for `scale`."""
+        mean, variance = self.model.q.moments(features.phi, features.residual)
+        data = self.model.likelihood.bound(values, mean, variance).sum()
+        return scale * data - self.model.q.kl() + self.model.log_prior()
+
+    def training_step(self, batch: Batch, _) -> Float[Tensor, ""]:
+        indices, values = batch
+        scale = len(self.trainer.datamodule.train) / len(values)
+        features = self.model.features(indices)
+        elbo = self.elbo(features, values, scale)
+        self.elbo_sum += elbo.detach() / scale
+        self.model.failures += features.info != 0
+        return -elbo
+
+    def on_validation_start(self) -> None:
+        self._check_numbers()
+
+    def on_train_epoch_end(self) -> None:
+        """Log the mean of the minibatches' bounds, which lags behind the model at the end of the epoch."""
+        self._check_numbers()
+        self.log("elbo", self.elbo_sum, prog_bar=True)
+
+    def _check_numbers(self) -> None:
+        if self.model.failures:
+            raise InputError(
+                f"a Cholesky factorisation failed in epoch {self.current_epoch + 1}: "
+                f"raise model.jitter (now {self.model.inducing.jitter:g}) or use dtype=float64"
+            )
+        if not torch.isfinite(self.elbo_sum):
+            raise InputError(f"the bound is not finite in epoch {self.current_epoch + 1}: lower lr=")
+
+
+class CholeskyGaussian(nn.Module):
+    """q(u) = N(m, L L') of the whitened inducing values, whose prior is N(0, I); it starts from the prior.
+
+    L is lower triangular, with a positive diagonal that is stored as its logarithm.
+
+    Parameters
+    ----------
+    size : number of inducing points P.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(size))
+        self.root = nn.Parameter(torch.zeros(size, size))  # L below the diagonal, log L on it, unused above
+
+    @property
+    def L(self) -> Float[Tensor, "P P"]:
+        return self.root.tril(-1) + self.root.diagonal().exp().diag()
+
+    def moments(
+        self, phi: Float[Tensor, "P S"], residual: Float[Tensor, "S"]
+    ) -> tuple[Float[Tensor, "S"], Float[Tensor, "S"]]:
+        """Mean m' phi_n and variance residual_n + |L' phi_n|^2 of f at each entry."""
+        return self.mean @ phi, residual + (self.L.mT @ phi).square().sum(0)
+
+    def kl(self) -> Float[Tensor, ""]:
+        """KL(q | p) = 1/2 (tr L L' + m' m - P) - log|L|."""
+        quadratic = self.L.square().sum() + self.mean.square().sum() - len(self.mean)
+        return 0.5 * quadratic - self.root.diagonal().sum()
+
+
+class Probit:
+    """x = 1 where w > 0 would be likely: p(x = 1 | w) = Phi(w) with w ~ N(f, 1), so p(x = 1 | f) = Phi(f / sqrt 2)."""
+
+    def standardise(self, values: Float[Tensor, "N"]) -> None:
+        """Nothing: ones and zeros have no scale."""
+
+    def bound(
+        self, x: Float[Tensor, "S"], mean: Float[Tensor, "S"], variance: Float[Tensor, "S"]
+    ) -> Float[Tensor, "S"]:
+        """Lower bound on what an entry adds to log p(x | Z), for f ~ N(mean, variance).
+
+        First E[log N(w | f, 1)] = log N(w | mean, 1) - variance / 2, a bound for every w, and then the integral over w
+        of its exponential times p(x | w), which is Phi(+-mean / sqrt 2) exp(-variance / 2).
+        """
+        return torch.special.log_ndtr((2 * x - 1) * mean / sqrt(2)) - variance / 2
+
+    def predictive(self, mean: Float[Tensor, "S"], variance: Float[Tensor, "S"]) -> "ProbitPredictive":
+        return ProbitPredictive(mean, variance)
+
+
+class Gaussian(nn.Module):
+    """(x - location) / scale ~ N(f, noise), noise learned.
+
+    The kernel has variance 1, so counts are standardised by the mean and standard deviation of the training entries;
+    densities are those of x.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.log_noise = nn.Parameter(torch.zeros(()))
+        self.register_buffer("location", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def standardise(self, values: Float[Tensor, "N"]) -> None:
+        """Take location and scale from the training entries."""
+        scale = values.std(correction=0)
+        self.location.copy_(values.mean())
+        self.scale.copy_(torch.where(scale > 0, scale, 1.0))
+
+    def bound(
+        self, x: Float[Tensor, "S"], mean: Float[Tensor, "S"], variance: Float[Tensor, "S"]
+    ) -> Float[Tensor, "S"]:
+        """E[log p(x | f)] for f ~ N(mean, variance)."""
+        error = ((x - self.location) / self.scale - mean).square() + variance
+        return -0.5 * (error * torch.exp(-self.log_noise) + self.log_noise + log(2 * pi)) - self.scale.log()
+
+    def predictive(self, mean: Float[Tensor, "S"], variance: Float[Tensor, "S"]) -> "GaussianPredictive":
+        location, scale, noise = self.location.double(), self.scale.double(), self.log_noise.double().exp()
+        return GaussianPredictive(location + scale * mean, scale.square() * variance, scale.square() * noise)
+
+
+@dataclass
+class ProbitPredictive(Predictive):
+    """x = 1 with probability Phi(w) for w ~ N(f, 1) and f ~ N(f_mean, f_variance)."""
+
+    f_mean: Float[Tensor, "S"]
+    f_variance: Float[Tensor, "S"]
+
+    @property
+    def score(self) -> Float[Tensor, "S"]:
+        """What Phi makes the probability of a one: w's and x's own noise have variance 1 each."""
+        return self.f_mean / (2 + self.f_variance).sqrt()
+
+    @property
+    def mean(self) -> Float[Tensor, "S"]:
+        return torch.special.ndtr(self.score)
+
+    def log_prob(self, values: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
+        return torch.special.log_ndtr((2 * values - 1) * self.score)
+
+    def plugin(self) -> "ProbitPredictive":
+        return replace(self, f_variance=torch.zeros_like(self.f_variance))
+
+    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
+        """Also the posterior of f."""
+        return super().columns(values) | {"f_mean": self.f_mean, "f_std": self.f_variance.sqrt()}
+
+
+@dataclass
+class GaussianPredictive(Predictive):
+    """x ~ N(f, noise) with f ~ N(f_mean, f_variance), all on the scale of x."""
+
+    f_mean: Float[Tensor, "S"]
+    f_variance: Float[Tensor, "S"]
+    noise: Float[Tensor, ""]
+
+    @property
+    def distribution(self) -> torch.distributions.Normal:
+        return torch.distributions.Normal(self.f_mean, (self.f_variance + self.noise).sqrt())
+
+    @property
+    def mean(self) -> Float[Tensor, "S"]:
+        return self.f_mean
+
+    def log_prob(self, values: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
+        return self.distribution.log_prob(values)
+
+    def plugin(self) -> "GaussianPredictive":
+        return replace(self, f_variance=torch.zeros_like(self.f_variance))
+
+    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
+        """Also the standard deviation, and that of f."""
+        return super().columns(values) | {"std": self.distribution.stddev, "f_std": self.f_variance.sqrt()}

@@ -7,7 +7,7 @@ train: $(VENV)/installed
 	$(VENV)/bin/python src/train.py $(ARGS)
 
 test: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto $(ARGS)
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -54,6 +54,11 @@ class CoSTCo(CompletionModule):
             output = self(indices).double()
         return Known(Bernoulli(logits=output)) if self.binary else Point(output)
 
+    def on_train_start(self) -> None:
+        """Counts start at their mean: where every output starts below zero, the last ReLU has no gradient."""
+        if not self.binary and self.current_epoch == 0:  # not in a fit that is resumed
+            self.output.bias.data.fill_(self.trainer.datamodule.train.values.mean())
+
     def training_step(self, batch: Batch, _) -> Float[Tensor, ""]:
         indices, values = batch
         return (binary_cross_entropy_with_logits if self.binary else mse_loss)(self(indices), values)

@@ -87,7 +87,7 @@ def test_no_sweep_lowers_the_likelihood_or_leaves_the_bound(alpha, entries):
     train = train.subset(torch.arange(entries))
     module, values = make(alpha=alpha, tolerance=0.0), []
     x, A = train.values.numpy(), None
-    for _ in range(15):
+    for _ in range(8):
         module.step(train.indices, train.values)
         A = np.split(module.A.numpy(), np.cumsum(SHAPE)[:-1])
         theta = np.prod([A[d][train.indices[:, d]] for d in range(3)], 0).sum(-1)
@@ -143,6 +143,14 @@ def test_rows_without_entries_predict_one_half_and_no_cell_is_beyond_the_bound()
     p = module.predictive(all_cells()).mean
     assert (p[all_cells()[:, 1] == 4] == 0.5).all()
     assert p.max() <= 1 / (1 + np.exp(-1)) + 1e-12
+
+
+@pytest.mark.parametrize("entries", [900, 5])
+def test_the_rank_may_be_larger_than_a_mode_or_the_number_of_entries(entries):
+    train, _, _ = draw(spread=3.0)
+    train = train.subset(torch.arange(entries))
+    module = make(rank=11).fit(train, 2)
+    assert -0.5 * entries * np.log(2) < module.objective < 0  # theta = 0 has log 2 an entry
 
 
 def test_predictions_of_a_float32_model_are_in_float64():

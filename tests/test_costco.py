@@ -6,13 +6,13 @@ import pytest
 import torch
 from scipy.special import expit
 from torchmetrics.functional.classification import binary_auroc
+from training import fit
 
 from baselines.costco import CoSTCo
 from baselines.main_effects import MainEffects
 from ented.datamodule import COODataModule
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.predictive import Known, Point
-from ented.recorder import Recorder
 from ented.tensor import COOTensor
 
 SHAPE = (4, 3, 5)
@@ -39,22 +39,6 @@ def make_data(kind, n=41, batch_size=15) -> COODataModule:
     values = torch.from_numpy(rng.integers(0, 2 if kind == "binary" else 9, n)).double()
     tensor = COOTensor(indices, values, SHAPE)
     return COODataModule(tensor, tensor, batch_size, seed=0)
-
-
-def fit(module, data, epochs, folder, *callbacks) -> Recorder:
-    recorder = Recorder(folder, checkpoint_seconds=0)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        callbacks=[*callbacks, recorder],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module, data, ckpt_path=recorder.checkpoint if recorder.checkpoint.exists() else None)
-    return recorder
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (4, 3, 5, 2)])
@@ -240,3 +224,15 @@ def test_a_fit_that_was_interrupted_goes_on_as_if_it_had_not_been(kind, tmp_path
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
     assert any(not torch.equal(before[name], value) for name, value in whole.state_dict().items())
+
+
+def test_counts_start_at_their_mean_and_every_start_has_a_gradient(tmp_path):
+    """Where the last ReLU is zero for every entry nothing would ever be learned."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        module = CoSTCo(SHAPE, LIKELIHOODS["count"], rank=2, channels=2, lr=1e-12).double()
+        data = make_data("count")
+        fit(module, data, 1, tmp_path / str(seed))
+        assert module.predictive(data.train.indices).mean.mean() == pytest.approx(data.train.values.mean(), rel=0.05)
+        module.training_step((data.train.indices, data.train.values), 0).backward()
+        assert module.output.bias.grad != 0

@@ -5,11 +5,11 @@ import copy
 import lightning as L
 import pytest
 import torch
+from training import fit
 
 from ented.datamodule import COODataModule
 from ented.lightning import ENTEDModule
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.recorder import Recorder
 from ented.tensor import COOTensor
 
 SHAPE = (7, 6, 5)
@@ -28,22 +28,6 @@ def make_module(kind: str, **settings) -> ENTEDModule:
     likelihood = Bernoulli() if kind == "binary" else NegativeBinomial(20)
     settings = {"lr": 0.01, "rho": 0.3, "milestones": ()} | settings
     return ENTEDModule(SHAPE, likelihood, 2, inducing=8, blocks=2, init_std=0.5, jitter=1e-4, **settings).double()
-
-
-def fit(module, data, epochs, folder, *callbacks) -> Recorder:
-    recorder = Recorder(folder, checkpoint_seconds=0)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        callbacks=[*callbacks, recorder],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module, data, ckpt_path=recorder.checkpoint if recorder.checkpoint.exists() else None)
-    return recorder
 
 
 kinds = pytest.mark.parametrize("kind", ["binary", "count"])

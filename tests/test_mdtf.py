@@ -2,29 +2,21 @@
 
 import copy
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
+from training import fit
 
 from baselines.mdtf import MDTF, tucker
 from ented.datamodule import COODataModule
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.recorder import Recorder
 from ented.tensor import COOTensor, InputError
 
 SHAPES = [(5, 4), (4, 2, 5), (3, 6, 2, 4)]
 DECAY = {"factor_decay": 0.3, "weight_decay": 0.2, "core_decay": 0.7}
 
 shapes = pytest.mark.parametrize("shape", SHAPES)
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def make(shape, rank=3, hidden=(4,), **settings):
@@ -132,19 +124,8 @@ def draw(seed=0, shape=(20, 15, 10)):
     return train, test, torch.from_numpy(mean[tuple(test.indices.numpy().T)])
 
 
-def fit(module, train, epochs, folder, batch_size="all"):
-    recorder = Recorder(folder, checkpoint_seconds=1e9)  # the last epoch has a checkpoint all the same
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        callbacks=[recorder],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    checkpoint = recorder.checkpoint if recorder.checkpoint.exists() else None
-    trainer.fit(module, COODataModule(train, train, batch_size, seed=0), ckpt_path=checkpoint)
-    return recorder
+def data(train, batch_size="all") -> COODataModule:
+    return COODataModule(train, train, batch_size, seed=0)
 
 
 def fresh(shape, seed=0, **settings):
@@ -156,7 +137,7 @@ def test_recovers_the_tensor_it_was_drawn_as(tmp_path):
     train, test, mean = draw()
     small = dict.fromkeys(DECAY, 1e-3)
     module = fresh(train.shape, **small)
-    recorder = fit(module, train, 400, tmp_path)
+    recorder = fit(module, data(train), 400, tmp_path)
     with torch.no_grad():
         prediction = module.predictive(test.indices).mean
     mse, oracle, constant = ((test.values - guess).square().mean() for guess in (prediction, mean, train.values.mean()))
@@ -171,7 +152,8 @@ def test_predictions_scale_with_the_values(tmp_path):
     predictions = []
     for factor in (1, 8):
         module = fresh(train.shape)
-        fit(module, COOTensor(train.indices, factor * train.values, train.shape), 20, tmp_path / str(factor))
+        scaled = COOTensor(train.indices, factor * train.values, train.shape)
+        fit(module, data(scaled), 20, tmp_path / str(factor))
         with torch.no_grad():
             predictions.append(module.predictive(test.indices).mean)
     assert predictions[0].std() > 1
@@ -195,7 +177,7 @@ def test_a_fit_is_rprop_on_the_loss(tmp_path):
             gradient = torch.where(agreement < 0, 0.0, gradient)  # no move after a change of sign
             parameter.data -= gradient.sign() * step[name]
             last[name] = gradient
-    fit(module, train, 8, tmp_path)
+    fit(module, data(train), 8, tmp_path)
     for name, value in by_hand.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-9, atol=1e-12)
 
@@ -203,9 +185,9 @@ def test_a_fit_is_rprop_on_the_loss(tmp_path):
 def test_goes_on_from_a_checkpoint_to_the_same_numbers(tmp_path):
     train, *_ = draw()
     whole, half, resumed = fresh(train.shape), fresh(train.shape), fresh(train.shape, seed=1)
-    fit(whole, train, 8, tmp_path / "whole")
-    fit(half, train, 4, tmp_path / "parts")
-    fit(resumed, train, 8, tmp_path / "parts")
+    fit(whole, data(train), 8, tmp_path / "whole")
+    fit(half, data(train), 4, tmp_path / "parts")
+    fit(resumed, data(train), 8, tmp_path / "parts")
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
 
@@ -222,7 +204,7 @@ def test_starts_with_a_core_of_zeros_and_weights_in_the_published_range():
 def test_minibatches_are_refused(tmp_path):
     train, *_ = draw()
     with pytest.raises(InputError, match="use batch_size=all"):
-        fit(fresh(train.shape), train, 1, tmp_path, batch_size=100)
+        fit(fresh(train.shape), data(train, 100), 1, tmp_path)
 
 
 @pytest.mark.parametrize(

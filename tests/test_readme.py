@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from test_train import Command
 
 from baselines.main_effects import MainEffects

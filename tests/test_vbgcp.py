@@ -14,14 +14,7 @@ from ented.tensor import COOTensor, InputError
 
 SHAPE, RANK = (3, 3, 3), 2
 PRIOR = {"ard_shape": 1.5, "ard_rate": 0.7, "offset_precision": 0.4}  # none such that leaving it out goes unseen
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def entries():

@@ -69,21 +69,21 @@ class BCP(SweepModule):
         return components(self.factors, indices).sum(-1)
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        """Spectral start, as the authors': cells without an entry have the mean x, so that they are 0 in W = x - mean x.
+        """Spectral start, as the authors': cells without an entry have the mean of x, and so are 0 in W.
 
         The columns of a factor matrix are left singular vectors of W unfolded along its mode. The last mode's are the
         least squares solution given the others, on the scale of the logits, and within their bound.
         """
         W = 2 * self.alpha * (values - values.mean())
         for mode, factor in enumerate(self.factors[:-1]):
-            rank = min(factor.shape)  # where a mode is smaller than R, the other columns stay random
+            rank = min(*factor.shape, len(W))  # where a mode is smaller than R, the other columns stay random
             others = torch.cat([indices[:, :mode], indices[:, mode + 1 :]], 1)
             _, column = others.unique(dim=0, return_inverse=True)
             cells, size = torch.stack([indices[:, mode], column]), (len(factor), len(W))
             unfolded = torch.sparse_coo_tensor(cells, W, size, check_invariants=False)
             U, _, _ = torch.svd_lowrank(unfolded, q=min(rank + 6, *size), niter=10)
             factor[:, :rank] = U[:, :rank]
-            factor *= (largest(W, indices[:, mode], len(factor)) > 0)[:, None]
+            factor *= (torch.bincount(indices[:, mode], minlength=len(factor)) > 0)[:, None]
         last, row = self.factors[-1], indices[:, -1]
         X = components(self.factors, indices, skip=len(self.shape) - 1)
         gram = prod(factor.T @ factor for factor in self.factors[:-1])
@@ -112,7 +112,7 @@ class BCP(SweepModule):
             weighted = (p * (1 - p))[:, None] * X
             H = sum_by_row(weighted[:, :, None] * X[:, None, :], row, len(A))
             # H is singular in rows with fewer than R entries. The damping changes the way to the maximum, where g = 0
-            damping = X.new_tensor(torch.finfo(X.dtype).eps ** 0.5) * (1 + H.diagonal(dim1=1, dim2=2).sum(-1))
+            damping = torch.finfo(X.dtype).eps ** 0.5 * (1 + H.diagonal(dim1=1, dim2=2).sum(-1))
             L, _ = torch.linalg.cholesky_ex(H + damping[:, None, None] * identity)
             direction = torch.cholesky_solve(g[:, :, None], L).squeeze(-1)
             step, shrinkage = self.line_search(theta, (X * direction[row]).sum(-1), values, row, len(A))

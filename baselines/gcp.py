@@ -27,9 +27,8 @@ class GCP(SweepModule):
     likelihood : says of which kind the entries are.
     rank : number of components.
     missing : what cells without an entry are, see `baselines.cp`.
-    sample : The sum over zeros has no closed form under the Bernoulli likelihood. In a tensor with more cells than this,
-        so many of them, drawn uniformly, stand for all, the same in every sweep (stratified sampling, Kolda and Hong
-        2020).
+    sample : the Bernoulli likelihood of all zeros has no closed form. In a tensor with more cells than this, so many of
+        them, drawn uniformly, stand for all, the same in every sweep (stratified sampling, Kolda and Hong 2020).
     tolerance : see `SweepModule`.
     """
 

@@ -15,14 +15,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ented.inducing import Features
-from ented.lightning import Batch, CompletionModule
+from ented.lightning import Batch, GaussianProcessModule
 from ented.likelihoods import PolyaGamma
 from ented.model import ENTED
 from ented.predictive import Predictive
-from ented.tensor import InputError
 
 
-class GPTF(CompletionModule):
+class GPTF(GaussianProcessModule):
     """One Adam step on Z, the inducing inputs, q(u) and the noise for every minibatch.
 
     Parameters
@@ -30,8 +29,7 @@ class GPTF(CompletionModule):
     shape : sizes of the tensor's modes.
     likelihood : says of which kind the entries are: ones and zeros are probit, counts Gaussian as if continuous.
     rank, inducing, init_std, jitter : see `ented.model.ENTED`.
-    lr : Adam's learning rate.
-    milestones : shares of the epochs, each of them multiplies lr by 0.3.
+    lr, milestones : of Adam, see `GaussianProcessModule`.
     """
 
     def __init__(
@@ -45,12 +43,10 @@ class GPTF(CompletionModule):
         lr: float = 1e-3,
         milestones: tuple[float, ...] = (),
     ):
-        super().__init__(likelihood.kind)
         own = Probit() if likelihood.kind == "binary" else Gaussian()
-        self.model = ENTED(shape, own, rank, inducing, 1, init_std, jitter)
-        self.model.q = CholeskyGaussian(inducing)  # for an optimiser, where ENTED's is for natural gradients
-        self.lr, self.milestones = lr, milestones
-        self.register_buffer("elbo_sum", torch.zeros((), dtype=torch.float64), persistent=False)
+        model = ENTED(shape, own, rank, inducing, 1, init_std, jitter)
+        model.q = CholeskyGaussian(inducing)  # for an optimiser, where ENTED's is for natural gradients
+        super().__init__(likelihood.kind, model, lr, milestones)
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         with torch.no_grad():
@@ -58,16 +54,8 @@ class GPTF(CompletionModule):
             mean, variance = self.model.q.moments(features.phi, features.residual)
             return self.model.likelihood.predictive(mean.double(), variance.double())
 
-    def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=self.lr)
-        epochs = [max(1, round(share * self.trainer.max_epochs)) for share in self.milestones]
-        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=0.3)]
-
     def on_fit_start(self) -> None:
         self.model.likelihood.standardise(self.trainer.datamodule.train.values)
-
-    def on_train_epoch_start(self) -> None:
-        self.elbo_sum.zero_()
 
     def elbo(self, features: Features, values: Float[Tensor, "S"], scale: float) -> Float[Tensor, ""]:
         """Bound on log p(x, Z); one entry of the batch stands for `scale`."""
@@ -80,26 +68,14 @@ class GPTF(CompletionModule):
         scale = len(self.trainer.datamodule.train) / len(values)
         features = self.model.features(indices)
         elbo = self.elbo(features, values, scale)
-        self.elbo_sum += elbo.detach() / scale
+        self.bound_sum += elbo.detach() / scale
         self.model.failures += features.info != 0
         return -elbo
 
-    def on_validation_start(self) -> None:
-        self._check_numbers()
-
     def on_train_epoch_end(self) -> None:
         """Log the mean of the minibatches' bounds, which lags behind the model at the end of the epoch."""
-        self._check_numbers()
-        self.log("elbo", self.elbo_sum, prog_bar=True)
-
-    def _check_numbers(self) -> None:
-        if self.model.failures:
-            raise InputError(
-                f"a Cholesky factorisation failed in epoch {self.current_epoch + 1}: "
-                f"raise model.jitter (now {self.model.inducing.jitter:g}) or use dtype=float64"
-            )
-        if not torch.isfinite(self.elbo_sum):
-            raise InputError(f"the bound is not finite in epoch {self.current_epoch + 1}: lower lr=")
+        self.check_numbers()
+        self.log("elbo", self.bound_sum, prog_bar=True)
 
 
 class CholeskyGaussian(nn.Module):

@@ -104,6 +104,6 @@ def test_sums_over_an_epoch_are_in_double_precision_for_a_float32_model(tmp_path
     torch.set_default_dtype(torch.float32)
     module = ENTEDModule(SHAPE, NegativeBinomial(20), 2, 8, 2, 0.5, 1e-4, lr=0.01, rho=0.3)
     assert module.model.Z.dtype == torch.float32
-    assert module.data_sum.dtype == module.log_prob_sum.dtype == torch.float64
+    assert module.bound_sum.dtype == module.log_prob_sum.dtype == torch.float64
     states = [state for metric in module.metrics.metrics.values() for state in metric.metric_state.values()]
     assert all(state.dtype == torch.float64 for state in states)

@@ -137,15 +137,57 @@ class SweepModule(CompletionModule):
         self.trainer.should_stop = bool(self.converged)
 
 
-class ENTEDModule(CompletionModule):
+class GaussianProcessModule(CompletionModule):
+    """What the methods that train an `ENTED` model with Adam share: its schedule, and what is read once an epoch.
+
+    Parameters
+    ----------
+    model : its parameters are Adam's.
+    lr : Adam's learning rate.
+    milestones : shares of the epochs, each of them multiplies lr by 0.3.
+    """
+
+    def __init__(self, kind: str, model: ENTED, lr: float, milestones: tuple[float, ...]):
+        super().__init__(kind)
+        self.model, self.lr, self.milestones = model, lr, milestones
+        # sum over the epoch's entries, read once at its end
+        self.register_buffer("bound_sum", torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=self.lr)
+        epochs = [max(1, round(share * self.trainer.max_epochs)) for share in self.milestones]
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=0.3)]
+
+    def on_train_start(self) -> None:
+        points, entries = len(self.model.inducing.X), len(self.trainer.datamodule.train)
+        if points > entries:
+            log.warning("inducing=%d is more than the %d training entries", points, entries)
+
+    def on_train_epoch_start(self) -> None:
+        self.bound_sum.zero_()
+
+    def on_validation_start(self) -> None:
+        self.check_numbers()
+
+    def check_numbers(self) -> None:
+        """The one place where the host waits for the device, once an epoch or twice."""
+        if self.model.failures:
+            raise InputError(
+                f"a Cholesky factorisation failed in epoch {self.current_epoch + 1}: "
+                f"raise model.jitter (now {self.model.inducing.jitter:g}) or use dtype=float64"
+            )
+        if not torch.isfinite(self.bound_sum):
+            raise InputError(f"the bound is not finite in epoch {self.current_epoch + 1}: lower lr= or rho=")
+
+
+class ENTEDModule(GaussianProcessModule):
     """ENTED under manual optimisation: a natural-gradient step on q(u), then an Adam step on Z and X, every batch.
 
     Parameters
     ----------
     shape, likelihood, rank, inducing, blocks, init_std, jitter : see `ented.model.ENTED`.
-    lr : Adam's learning rate.
+    lr, milestones : of Adam, see `GaussianProcessModule`.
     rho : natural gradient step size in (0, 1].
-    milestones : shares of the epochs, each of them multiplies lr by 0.3.
     """
 
     automatic_optimization = False
@@ -163,20 +205,13 @@ class ENTEDModule(CompletionModule):
         rho: float,
         milestones: tuple[float, ...] = (),
     ):
-        super().__init__(likelihood.kind)
-        self.model = ENTED(shape, likelihood, rank, inducing, blocks, init_std, jitter)
-        self.lr, self.rho, self.milestones = lr, rho, milestones
-        # sums over the epoch's entries, read once at its end
-        self.register_buffer("data_sum", torch.zeros((), dtype=torch.float64), persistent=False)
+        model = ENTED(shape, likelihood, rank, inducing, blocks, init_std, jitter)
+        super().__init__(likelihood.kind, model, lr, milestones)
+        self.rho = rho
         self.register_buffer("log_prob_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         return self.model.predictive(indices)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=self.lr)
-        epochs = [max(1, round(share * self.trainer.max_epochs)) for share in self.milestones]
-        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=0.3)]
 
     def training_step(self, batch: Batch, _) -> None:
         indices, values = batch
@@ -188,39 +223,21 @@ class ENTEDModule(CompletionModule):
         optimizer.zero_grad()
         self.manual_backward(-surrogate)
         optimizer.step()
-        self.data_sum += data
+        self.bound_sum += data
         self.log_prob_sum += self.model.likelihood.log_prob(values, mean).sum()
 
-    def on_train_start(self) -> None:
-        points, entries = len(self.model.inducing.X), len(self.trainer.datamodule.train)
-        if points > entries:
-            log.warning("inducing=%d is more than the %d training entries", points, entries)
-
     def on_train_epoch_start(self) -> None:
-        self.data_sum.zero_()
+        super().on_train_epoch_start()
         self.log_prob_sum.zero_()
-
-    def on_validation_start(self) -> None:
-        self._check_numbers()
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's bound and plug-in NLL.
 
         Both sum what each minibatch gave when its turn came, so they lag behind the model at the end of the epoch.
         """
-        self._check_numbers()
+        self.check_numbers()
         with torch.no_grad():
-            elbo = self.data_sum - self.model.q.kl() + self.model.log_prior()
+            elbo = self.bound_sum - self.model.q.kl() + self.model.log_prior()
         nll = -self.log_prob_sum / len(self.trainer.datamodule.train)
         self.log_dict({"elbo": elbo, "train_nll_plugin": nll}, prog_bar=True)
         self.lr_schedulers().step()
-
-    def _check_numbers(self) -> None:
-        """The one place where the host waits for the device, once an epoch or twice."""
-        if self.model.failures:
-            raise InputError(
-                f"a Cholesky factorisation failed in epoch {self.current_epoch + 1}: "
-                f"raise model.jitter (now {self.model.inducing.jitter:g}) or use dtype=float64"
-            )
-        if not torch.isfinite(self.data_sum):
-            raise InputError(f"the bound is not finite in epoch {self.current_epoch + 1}: lower lr= or rho=")

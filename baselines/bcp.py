@@ -15,7 +15,6 @@ from torch import Tensor
 from baselines.cp import components, sum_by_row
 from ented.lightning import SweepModule
 from ented.likelihoods import LatentGaussian, PolyaGamma
-from ented.tensor import InputError
 
 TRIALS = [0.5**k for k in range(9)]  # step sizes that are tried, in this order
 
@@ -50,10 +49,6 @@ class BCP(SweepModule):
         tolerance: float = 1e-3,
     ):
         super().__init__(likelihood.kind, tolerance)
-        if not alpha > 0:
-            raise InputError(f"model.alpha={alpha}: it must be above 0")
-        if newton_steps < 1:
-            raise InputError(f"model.newton_steps={newton_steps}: it must be at least 1")
         self.shape, self.likelihood = tuple(shape), likelihood
         self.alpha, self.newton_steps = alpha, newton_steps
         # the factor matrices of all modes, one below the other

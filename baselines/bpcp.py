@@ -18,7 +18,6 @@ from baselines.cp import FLOOR, Missing, components, exposure, sum_by_row, total
 from ented.lightning import SweepModule
 from ented.likelihoods import PolyaGamma
 from ented.predictive import Known, Predictive
-from ented.tensor import InputError
 
 SMOOTHNESS = 100.0  # the posterior means start with a relative deviation of SMOOTHNESS^-1/2
 
@@ -51,8 +50,6 @@ class BPCP(SweepModule):
         tolerance: float = 1e-4,
     ):
         super().__init__(likelihood.kind, tolerance)
-        if estimate not in ("arithmetic", "geometric"):
-            raise InputError(f"model.estimate={estimate}: it must be arithmetic or geometric")
         self.shape, self.missing, self.alpha, self.estimate = tuple(shape), missing, alpha, estimate
         size = torch.Size([sum(shape), rank])  # the elements of all modes, one matrix below the other
         self.register_buffer("gamma", Gamma(SMOOTHNESS, 1.0).sample(size).to(torch.get_default_dtype()))

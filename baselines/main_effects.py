@@ -14,7 +14,6 @@ from torch import Tensor
 from baselines.lbfgs import maximise
 from ented.lightning import SweepModule
 from ented.likelihoods import LatentGaussian, NegativeBinomial, PolyaGamma
-from ented.tensor import InputError
 
 
 class MainEffects(SweepModule):
@@ -41,8 +40,6 @@ class MainEffects(SweepModule):
         tolerance: float = 1e-10,
     ):
         super().__init__(likelihood.kind, tolerance)
-        if regression not in ("poisson", "likelihood"):
-            raise InputError(f"model.regression={regression}: it must be poisson or likelihood")
         self._likelihood, self.penalty = likelihood, penalty
         self.poisson = regression == "poisson" and likelihood.kind == "count"
         self.register_buffer("weights", torch.zeros(1 + sum(shape)))  # the constant, then the effects

@@ -51,9 +51,6 @@ class MDTF(CompletionModule):
         lr: float = 0.0123,
     ):
         super().__init__(likelihood.kind)
-        for name, size in {"rank": rank, "model.inputs": inputs, "model.hidden": min(hidden, default=1)}.items():
-            if size < 1:
-                raise InputError(f"{name}={size}: it must be at least 1")
         self.factor_decay, self.weight_decay, self.core_decay, self.lr = factor_decay, weight_decay, core_decay, lr
         # initial values as in the author's release; a core of zeros has a gradient, that of the data on the factors
         self.Z = nn.ParameterList(0.01 * torch.randn(size, inputs) for size in shape)

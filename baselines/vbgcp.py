@@ -16,7 +16,6 @@ from torch.distributions import Gamma, Normal, kl_divergence
 
 from ented.lightning import SweepModule
 from ented.likelihoods import LatentGaussian, NegativeBinomial
-from ented.tensor import InputError
 
 
 class VBGCP(SweepModule):
@@ -47,11 +46,6 @@ class VBGCP(SweepModule):
         tolerance: float = 1e-5,
     ):
         super().__init__(likelihood.kind, tolerance)
-        if rank < 1:
-            raise InputError(f"rank={rank}: it must be at least 1")
-        for name, value in {"ard_shape": ard_shape, "ard_rate": ard_rate, "offset_precision": offset_precision}.items():
-            if not value > 0:
-                raise InputError(f"model.{name}={value}: it must be above 0")
         self.shape, self.ard_shape, self.ard_rate, self.offset_precision = shape, ard_shape, ard_rate, offset_precision
         # factors start as in the authors' release: uniform means, covariance E[G'G] of G with elements N(0, 0.1^2)
         self.register_buffer("mean", torch.rand(sum(shape), rank))  # rows of all modes, one mode after the other

@@ -116,6 +116,42 @@ def test_a_sweep_over_a_part_of_the_entries_ends_with_one_line(command, tiny):  
     assert code == 1 and "batch_size=all" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("model", "setting", "message"),
+    [
+        ("bcp", "alpha=0", "a number above 0"),
+        ("bpcp", "estimate=median", "arithmetic or geometric"),
+        ("costco", "channels=0", "a whole number from 1"),
+        ("gcp", "sample=1.5", "a whole number from 1"),
+        ("gcp", "missing=ones", "masked or zeros"),
+        ("main_effects", "regression=gamma", "poisson or likelihood"),
+        ("main_effects", "penalty=-1", "a number from 0"),
+        ("mdtf", "hidden=[3,0]", "a list of whole numbers from 1"),
+        ("ncpd", "tolerance=small", "a number from 0"),
+        ("sbtr", "init_scale=null", "a number above 0"),
+        ("vbgcp", "ard_rate=-1", "a number above 0"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_ends_with_one_line(command, tmp_path, monkeypatch, model, setting, message):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    code, _, err = command(f"model={model}", f"model.{setting}")
+    assert (code, err) == (
+        1,
+        f"error: model.{setting}: it must be {message}\n".replace("[3,0]", "[3, 0]").replace("null", "None"),
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_number_of_a_method_has_a_rule():
+    from ented.settings import RULES
+
+    ruled = {name for names, _ in RULES.values() for name in names}
+    for model in MODELS:
+        settings = yaml.safe_load((Path(__file__).parent.parent / f"conf/model/{model}.yaml").read_text())
+        own = {f"model.{name}" for name, value in settings.items() if not str(value).startswith("${")}
+        assert own - {"model.defaults", "model._target_", "model.name", "model.training"} <= ruled, model
+
+
 def test_main_effects_are_fitted_once_for_all_ranks(command, tiny):  # noqa: F811
     code, out, _ = command("-m", *[a for a in binary(tiny) if "rank" not in a], "model=main_effects", "rank=2,3")
     assert code == 0

@@ -164,15 +164,6 @@ def test_predictions_of_a_float32_model_are_in_float64():
     assert module.objective.item() == pytest.approx(double.objective.item(), rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"alpha": 0.0}, "model.alpha=0.0"), ({"newton_steps": 0}, "model.newton_steps=0")],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(InputError, match=message):
-        make(**settings)
-
-
 def test_counts_are_refused():
     with pytest.raises(InputError, match="BCP is for binary entries"):
         BCP(SHAPE, NegativeBinomial(20), RANK)

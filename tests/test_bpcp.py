@@ -10,7 +10,6 @@ from scipy.special import digamma, gammaln
 from baselines.bpcp import BPCP
 from baselines.main_effects import MainEffects
 from ented.likelihoods import NegativeBinomial
-from ented.tensor import InputError
 
 NB = NegativeBinomial(20)
 missings = pytest.mark.parametrize("missing", ["masked", "zeros"])
@@ -163,8 +162,3 @@ def test_what_was_not_seen_is_predicted_nearly_as_well_as_by_the_truth():
     excess = oracle - model.predictive(test.indices).log_prob(test.values).mean().item()
     rival = oracle - effects.predictive(test.indices).log_prob(test.values).mean().item()
     assert excess < 0.06 and rival > 4 * excess
-
-
-def test_an_unknown_estimate_is_named():
-    with pytest.raises(InputError, match="model.estimate=median: it must be arithmetic or geometric"):
-        BPCP((3, 3), NB, 1, estimate="median")

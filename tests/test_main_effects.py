@@ -7,7 +7,7 @@ from sklearn.linear_model import LogisticRegression, PoissonRegressor
 
 from baselines.main_effects import MainEffects
 from ented.likelihoods import Bernoulli, LatentGaussian, NegativeBinomial
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 SHAPE, ZETA = (4, 3, 5), 7.0
 NB = NegativeBinomial(ZETA)
@@ -186,8 +186,3 @@ def test_effects_stay_finite_where_a_row_is_all_zero(likelihood):
     in_row = all_cells()[:, 0] == 1
     assert predictive.log_prob(train.values[:1].expand(60)).isfinite().all()
     assert predictive.mean[in_row].mean() < predictive.mean[~in_row].mean() / 2
-
-
-def test_an_unknown_regression_is_named():
-    with pytest.raises(InputError, match="model.regression=gamma: it must be poisson or likelihood"):
-        MainEffects(SHAPE, NB, regression="gamma")

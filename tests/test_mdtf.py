@@ -207,20 +207,6 @@ def test_minibatches_are_refused(tmp_path):
         fit(fresh(train.shape), data(train, 100), 1, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rank": 0}, "rank=0: it must be at least 1"),
-        ({"inputs": 0}, "model.inputs=0: it must be at least 1"),
-        ({"hidden": (4, 0)}, "model.hidden=0: it must be at least 1"),
-    ],
-)
-def test_sizes_that_make_no_model_are_refused(settings, message):
-    with pytest.raises(InputError) as error:
-        MDTF((3, 3), NegativeBinomial(20), **{"rank": 2} | settings)
-    assert str(error.value) == message
-
-
 def test_binary_entries_are_refused():
     with pytest.raises(InputError, match="MDTF is for count entries, these are binary: choose another model="):
         MDTF((3, 3), Bernoulli(), rank=2)

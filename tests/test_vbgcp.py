@@ -325,21 +325,6 @@ def test_a_float32_fit_agrees():
     torch.testing.assert_close(predictive.f_mean, double.predictive(test.indices).f_mean, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rank": 0}, "rank=0: it must be at least 1"),
-        ({"ard_shape": 0}, "model.ard_shape=0: it must be above 0"),
-        ({"ard_rate": -1}, "model.ard_rate=-1: it must be above 0"),
-        ({"offset_precision": 0}, "model.offset_precision=0: it must be above 0"),
-    ],
-)
-def test_settings_that_make_no_model_are_refused(settings, message):
-    with pytest.raises(InputError) as error:
-        VBGCP(SHAPE, NegativeBinomial(20), **{"rank": 2} | settings)
-    assert str(error.value) == message
-
-
 def test_binary_entries_are_refused():
     with pytest.raises(InputError, match="VBGCP is for count entries, these are binary: choose another model="):
         VBGCP(SHAPE, Bernoulli(), rank=2)

@@ -204,7 +204,9 @@ def write(file: Path, text: str) -> None:
 def material(settings: dict) -> dict[str, object]:
     """The settings that decide a run's numbers, by their dotted names."""
     leaves = flat({key: value for key, value in settings.items() if key not in IMMATERIAL})
-    return {key: value for key, value in leaves.items() if key != "dataset.source.data_dir"}
+    # a method's own training settings stand at the top, where they can be overridden
+    places = ("dataset.source.data_dir", "model.training.")
+    return {key: value for key, value in leaves.items() if not key.startswith(places)}
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:

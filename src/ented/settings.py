@@ -23,16 +23,31 @@ def shares(value) -> bool:
 # what a setting must be -> the settings that must be it, and how that is seen
 RULES = {
     "a whole number from 1": (
-        ["rank", "inducing", "model.blocks", "epochs", "protocol.patience", "threads"],
+        ["rank", "inducing", "epochs", "protocol.patience", "threads"]
+        + ["model.blocks", "model.inner", "model.sample", "model.newton_steps", "model.channels", "model.inputs"],
         lambda value: whole(value) and value >= 1,
     ),
     "a whole number from 1, or all": (["batch_size"], lambda value: value == "all" or whole(value) and value >= 1),
-    "masked or zeros": (["missing", "model.missing"], lambda value: value in ("masked", "zeros")),
     "a whole number from 0 to 2^32 - 1": (["seed"], lambda value: whole(value) and 0 <= value < 2**32),
-    "a number above 0": (["lr", "model.init_std", "likelihood.zeta"], lambda value: number(value) and value > 0),
+    "a list of whole numbers from 1": (
+        ["model.hidden"],
+        lambda value: isinstance(value, list) and all(whole(width) and width >= 1 for width in value),
+    ),
+    "a number above 0": (
+        ["lr", "likelihood.zeta", "model.init_std", "model.init_scale", "model.alpha", "model.kappa", "model.a_delta"]
+        + ["model.ard_shape", "model.ard_rate", "model.offset_precision"],
+        lambda value: number(value) and value > 0,
+    ),
     "a number above 0 and at most 1": (["rho"], lambda value: number(value) and 0 < value <= 1),
-    "a number from 0": (["model.jitter", "checkpoint_seconds"], lambda value: number(value) and value >= 0),
+    "a number from 0": (
+        ["checkpoint_seconds", "model.jitter", "model.tolerance", "model.penalty", "model.kappa_tolerance"]
+        + ["model.factor_decay", "model.weight_decay", "model.core_decay"],
+        lambda value: number(value) and value >= 0,
+    ),
     "a number from 0 and below 1": (["protocol.held_out"], lambda value: number(value) and 0 <= value < 1),
+    "masked or zeros": (["missing", "model.missing"], lambda value: value in ("masked", "zeros")),
+    "poisson or likelihood": (["model.regression"], lambda value: value in ("poisson", "likelihood")),
+    "arithmetic or geometric": (["model.estimate"], lambda value: value in ("arithmetic", "geometric")),
     "a list of shares of the epochs, each above 0 and at most 1": (["protocol.milestones", "model.milestones"], shares),
     "a number or all": (["fold"], lambda value: value == "all" or whole(value)),
     "true or false": (["force"], lambda value: type(value) is bool),

@@ -9,6 +9,7 @@ python src/report.py --figure RUN.png --run runs/flights/ented/rank=3/fold=0/see
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> str:
             row = {"model": model, "rank": "" if pd.isna(rank) else rank}
             for metric in metrics:
                 paper = published.loc[key] if (key := (dataset, model, rank, metric)) in published.index else None
-                row[f"{metric}: published"] = "–" if paper is None else f"{paper['mean']:g} ± {paper['std']:g}"
+                row[f"{metric}: published"] = "–" if paper is None else plus_minus(paper["mean"], paper["std"])
                 values = run[run.metric == (metric if metric == "auc" else f"{metric}_plugin")]
                 for protocol in ("paper", "holdout"):
                     ours = values[values.protocol == protocol].value
@@ -97,7 +98,11 @@ def mark(metric: str, ours: float, mean: float, std: float) -> str:
 
 def spread(values: pd.Series) -> str:
     """Mean ± standard deviation."""
-    return f"{values.mean():.3f} ± {values.std():.3f}" if len(values) > 1 else f"{values.mean():.3f}"
+    return plus_minus(values.mean(), values.std())
+
+
+def plus_minus(mean: float, std: float) -> str:
+    return f"{mean:.3f}" if math.isnan(std) else f"{mean:.3f} ± {std:.3f}"
 
 
 def markdown(table: pd.DataFrame) -> str:

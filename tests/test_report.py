@@ -54,14 +54,14 @@ def test_means_beside_published_ones(tmp_path):
         "dataset,method,rank,metric,mean,std\n"
         "digg,ENTED,3,auc,0.71,0.05\n"
         "digg,ENTED,3,nll,2.5,0.1\n"
-        "digg,GCP,3,auc,0.5,0.1\n"
+        "digg,GCP,3,nll,inf,\n"
     )
     code, out, _ = report(tmp_path, "--compare", tmp_path / "paper.csv", "--csv", tmp_path / "all.csv")
     assert code == 0
     head, _, row = out.splitlines()[2:]
     cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
-    assert cells["auc: published"] == "0.71 ± 0.05" and cells["auc: paper"] == "0.600 ± 0.141 -"
-    assert cells["nll: published"] == "2.5 ± 0.1" and cells["nll: paper"] == "2.000 ± 0.000 +"
+    assert cells["auc: published"] == "0.710 ± 0.050" and cells["auc: paper"] == "0.600 ± 0.141 -"
+    assert cells["nll: published"] == "2.500 ± 0.100" and cells["nll: paper"] == "2.000 ± 0.000 +"
     assert cells["auc: holdout"] == "–" and cells["missing"] == "masked" and cells["runs |"] == "2/0 |"
     # the CSV that was written says the same
     assert report(tmp_path / "all.csv", "--compare", tmp_path / "paper.csv") == (0, out, "")

@@ -22,10 +22,16 @@ TRIALS = [0.5**k for k in range(9)]  # step sizes that are tried, in this order
 class BCP(SweepModule):
     """Maximum likelihood by damped Newton steps, all rows of a mode at once; a sweep is an update of each mode.
 
-    The authors run each regression to its end and then go back towards the last factors as far as the bound on theta
-    asks for. Here the bound is part of the line search: a row whose largest |theta| is above alpha shrinks to alpha
-    before its likelihood is compared. So no sweep lowers the likelihood, and one row at the bound stops no other.
-    Rows without entries are zero, which leaves theta = 0.
+    The bound holds in every cell, with an entry or without: a row that a step moves is kept within
+
+        sum_r |A_d[i, r]| prod_{e != d} max_j |A_e[j, r]| <= alpha,
+
+    the most that |theta| can be in its cells. A row above it shrinks to it before its likelihood is compared, so no
+    sweep lowers the likelihood, and one row at the bound stops no other. Rows without entries are zero.
+
+    The authors' code solves each regression, or a majorising one, to its end and then goes back towards the last
+    factors as far as the bound asks for. It gives cells without an entry the mean of the others, which draws all logits
+    towards that mean, and takes the best of several starts; here such cells are unknown, and there is one start.
 
     Parameters
     ----------
@@ -64,10 +70,10 @@ class BCP(SweepModule):
         return components(self.factors, indices).sum(-1)
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        """Spectral start, as the authors': cells without an entry have the mean of x, and so are 0 in W.
+        """Spectral start: W is 2 alpha (x - mean x) where there is an entry, and 0 elsewhere.
 
         The columns of a factor matrix are left singular vectors of W unfolded along its mode. The last mode's are the
-        least squares solution given the others, on the scale of the logits, and within their bound.
+        least squares solution given the others, within the bound.
         """
         W = 2 * self.alpha * (values - values.mean())
         for mode, factor in enumerate(self.factors[:-1]):
@@ -83,7 +89,7 @@ class BCP(SweepModule):
         X = components(self.factors, indices, skip=len(self.shape) - 1)
         gram = prod(factor.T @ factor for factor in self.factors[:-1])
         last.copy_(sum_by_row(W[:, None] * X, row, len(last)) @ torch.linalg.pinv(gram))
-        last *= self.shrinkage(self.theta(indices), row, len(last))[:, None]
+        last *= self.shrinkage(last, len(self.shape) - 1)[:, None]
 
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         for mode in range(len(self.shape)):
@@ -110,45 +116,41 @@ class BCP(SweepModule):
             damping = torch.finfo(X.dtype).eps ** 0.5 * (1 + H.diagonal(dim1=1, dim2=2).sum(-1))
             L, _ = torch.linalg.cholesky_ex(H + damping[:, None, None] * identity)
             direction = torch.cholesky_solve(g[:, :, None], L).squeeze(-1)
-            step, shrinkage = self.line_search(theta, (X * direction[row]).sum(-1), values, row, len(A))
-            A += step[:, None] * direction
-            A *= shrinkage[:, None]
+            A.copy_(self.line_search(A, direction, mode, theta, (X * direction[row]).sum(-1), values, row))
 
     def line_search(
         self,
+        A: Float[Tensor, "I R"],
+        direction: Float[Tensor, "I R"],
+        mode: int,
         theta: Float[Tensor, "N"],
         change: Float[Tensor, "N"],
         values: Float[Tensor, "N"],
         row: Int[Tensor, "N"],
-        rows: int,
-    ) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"]]:
-        """The first step of each row that does not lower its likelihood, 0 where none does, and the shrinkage then."""
+    ) -> Float[Tensor, "I R"]:
+        """Each row after the first step that does not lower its likelihood; where none does, as it was."""
 
         def log_likelihood(theta):
-            return sum_by_row(self.likelihood.log_prob(values, theta), row, rows)
+            return sum_by_row(self.likelihood.log_prob(values, theta), row, len(A))
 
         # no further than from bound to bound: where all p are near 0 or 1, H is tiny and the direction far too long
-        longest = (2 * self.alpha / largest(change, row, rows)).clamp_max(1)
-        before = log_likelihood(theta)
-        step, shrinkage = torch.zeros_like(before), torch.ones_like(before)
+        longest = (2 * self.shrinkage(direction, mode))[:, None].clamp_max(1)
+        before, result = log_likelihood(theta), A
+        waiting = torch.ones_like(before, dtype=torch.bool)
         for trial in TRIALS:
-            moved = theta + (trial * longest)[row] * change
-            shrunk = self.shrinkage(moved, row, rows)
-            chosen = (step == 0) & (log_likelihood(shrunk[row] * moved) >= before)
-            step = torch.where(chosen, trial * longest, step)
-            shrinkage = torch.where(chosen, shrunk, shrinkage)
-        return step, shrinkage
+            step = trial * longest
+            moved = A + step * direction
+            shrink = self.shrinkage(moved, mode)
+            chosen = waiting & (log_likelihood(shrink[row] * (theta + step[row, 0] * change)) >= before)
+            result = torch.where(chosen[:, None], shrink[:, None] * moved, result)
+            waiting = waiting & ~chosen
+        return result
 
-    def shrinkage(self, theta: Float[Tensor, "N"], row: Int[Tensor, "N"], rows: int) -> Float[Tensor, "rows"]:
-        """What brings each row's largest |theta| down to alpha, 1 where it is not above."""
-        return (self.alpha / largest(theta, row, rows)).clamp_max(1)
+    def shrinkage(self, A: Float[Tensor, "I R"], mode: int) -> Float[Tensor, "I"]:
+        """What brings each row of a mode within the bound, 1 where it is."""
+        reach = prod(factor.abs().amax(0) for d, factor in enumerate(self.factors) if d != mode)
+        return (self.alpha / (A.abs() @ reach)).clamp_max(1)
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> LatentGaussian:
-        # the bound holds in every cell, training sees to it in those with an entry
-        theta = self.theta(indices).clamp(-self.alpha, self.alpha).double()
+        theta = self.theta(indices).double()
         return LatentGaussian(self.likelihood, theta, torch.zeros_like(theta))
-
-
-def largest(x: Float[Tensor, "N"], row: Int[Tensor, "N"], rows: int) -> Float[Tensor, "rows"]:
-    """The largest |x| of each row, 0 where it has no entry."""
-    return x.new_zeros(rows).scatter_reduce_(0, row, x.abs(), "amax")

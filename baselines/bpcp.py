@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributions import Gamma, Poisson, kl_divergence
+from torch.nn.functional import embedding
 
 from baselines.cp import FLOOR, Missing, components, exposure, sum_by_row, total
 from ented.lightning import SweepModule
@@ -52,7 +53,7 @@ class BPCP(SweepModule):
         super().__init__(likelihood.kind, tolerance)
         self.shape, self.missing, self.alpha, self.estimate = tuple(shape), missing, alpha, estimate
         size = torch.Size([sum(shape), rank])  # the elements of all modes, one matrix below the other
-        self.register_buffer("gamma", Gamma(SMOOTHNESS, 1.0).sample(size).to(torch.get_default_dtype()))
+        self.register_buffer("gamma", Gamma(SMOOTHNESS, 1.0).sample(size))
         self.register_buffer("delta", torch.full(size, SMOOTHNESS))
         self.register_buffer("beta", torch.ones(len(shape)))
 
@@ -60,9 +61,10 @@ class BPCP(SweepModule):
         """E[A] of each mode."""
         return (self.gamma / self.delta).split(self.shape)
 
-    def geometric(self) -> tuple[Float[Tensor, "I R"], ...]:
-        """G[A] of each mode."""
-        return (self.gamma.digamma().exp() / self.delta).split(self.shape)
+    def log_geometric(self, indices: Int[Tensor, "S D"]) -> Float[Tensor, "S R"]:
+        """log prod_d G[A_d[i_nd, r]] of each entry and component; G itself underflows where gamma is small."""
+        log_A = (self.gamma.digamma() - self.delta.log()).split(self.shape)
+        return sum(embedding(indices[:, mode], factor) for mode, factor in enumerate(log_A))
 
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         for mode in range(len(self.shape)):
@@ -71,8 +73,7 @@ class BPCP(SweepModule):
 
     def update(self, mode: int, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
         """Coordinate ascent in the division of the counts, q(A_mode) and beta_mode."""
-        share = components(self.geometric(), indices)
-        share = share / share.sum(-1, keepdim=True)
+        share = self.log_geometric(indices).softmax(-1)
         counts = sum_by_row(values[:, None] * share, indices[:, mode], self.shape[mode])
         known = exposure(self.arithmetic(), indices, mode, self.missing)
         # views, written in place
@@ -83,14 +84,14 @@ class BPCP(SweepModule):
 
     def elbo(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         """The bound on log p(x) at the optimal division of the counts."""
-        rate = components(self.geometric(), indices).sum(-1)
-        fit = (values * rate.log() - (values + 1).lgamma()).sum() - total(self.arithmetic(), indices, self.missing)
+        log_rate = self.log_geometric(indices).logsumexp(-1)
+        fit = (values * log_rate - (values + 1).lgamma()).sum() - total(self.arithmetic(), indices, self.missing)
         prior = torch.cat([self.alpha * beta.expand(size) for beta, size in zip(self.beta, self.shape, strict=True)])
         return fit - kl_divergence(Gamma(self.gamma, self.delta), Gamma(self.alpha, prior[:, None])).sum()
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         if self.estimate == "geometric":
-            return Known(Poisson(components(self.geometric(), indices).sum(-1).double() + FLOOR))
+            return Known(Poisson(self.log_geometric(indices).logsumexp(-1).double().exp() + FLOOR))
         mean = components(self.arithmetic(), indices).double()
         # E[A^2] = E[A]^2 (1 + 1 / gamma), and elements are independent
         excess = components([1 + 1 / gamma for gamma in self.gamma.split(self.shape)], indices).double()

@@ -6,16 +6,18 @@ from torch import Tensor, nn
 from torch.distributions import Bernoulli
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss, relu
 
-from ented.lightning import Batch, CompletionModule
+from ented.lightning import GradientModule
 from ented.likelihoods import PolyaGamma
 from ented.predictive import Known, Point, Predictive
 
 
-class CoSTCo(CompletionModule):
+class CoSTCo(GradientModule):
     """Two convolutions share their filters among the components of the embeddings, two dense layers follow.
 
     Counts are predicted by a nonnegative number and fitted by least squares; binary entries by the logit of their
-    probability, and fitted by the cross entropy.
+    probability, and fitted by the cross entropy. Two things differ from the authors' code: the first filters run across
+    the modes, as the publication says, where the code reshapes the stack of embeddings without transposing it; and
+    the logit has no ReLU, under which a probability could not be below one half.
 
     Parameters
     ----------
@@ -26,9 +28,9 @@ class CoSTCo(CompletionModule):
     lr : Adam's learning rate.
     """
 
-    def __init__(self, shape: tuple[int, ...], likelihood: PolyaGamma, rank: int, channels: int, lr: float = 1e-4):
-        super().__init__(likelihood.kind)
-        self.binary, self.lr = likelihood.kind == "binary", lr
+    def __init__(self, shape: tuple[int, ...], likelihood: PolyaGamma, rank: int, channels: int, lr: float):
+        super().__init__(likelihood.kind, lr)
+        self.binary = likelihood.kind == "binary"
         self.embeddings = nn.ModuleList([nn.Embedding(size, rank) for size in shape])
         self.across_modes = nn.Conv2d(1, channels, (1, len(shape)))
         self.across_rank = nn.Conv2d(channels, channels, (rank, 1))
@@ -54,14 +56,10 @@ class CoSTCo(CompletionModule):
             output = self(indices).double()
         return Known(Bernoulli(logits=output)) if self.binary else Point(output)
 
-    def on_train_start(self) -> None:
+    def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
         """Counts start at their mean: where every output starts below zero, the last ReLU has no gradient."""
-        if not self.binary and self.current_epoch == 0:  # not in a fit that is resumed
-            self.output.bias.data.fill_(self.trainer.datamodule.train.values.mean())
+        if not self.binary:
+            self.output.bias.fill_(values.mean())
 
-    def training_step(self, batch: Batch, _) -> Float[Tensor, ""]:
-        indices, values = batch
+    def loss(self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"]) -> Float[Tensor, ""]:
         return (binary_cross_entropy_with_logits if self.binary else mse_loss)(self(indices), values)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=self.lr)

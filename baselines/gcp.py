@@ -47,7 +47,7 @@ class GCP(SweepModule):
         # the factor matrices of all modes, one below the other
         self.register_buffer("A", torch.rand(sum(shape), rank))
         self.register_buffer("seed", torch.randint(2**31, ()))  # of the sample
-        self.zeros: COOTensor | None = None
+        self.zeros: Int[Tensor, "M D"] | None = None
 
     @property
     def factors(self) -> tuple[Float[Tensor, "I R"], ...]:
@@ -70,7 +70,7 @@ class GCP(SweepModule):
             return (values * logit - softplus(logit)).sum() + self.zeros_log_likelihood(factors, indices)
 
         lower = 0.0 if self.counts else None
-        vector, value = maximise(objective, self.A.flatten(), iterations=10, lower=lower)
+        vector, value = maximise(objective, self.A.flatten(), lower)
         self.A.copy_(vector.view_as(self.A))
         return value
 
@@ -80,19 +80,21 @@ class GCP(SweepModule):
         if self.missing == "masked" or not unknown:
             return 0.0
         if self.zeros is None:
-            self.zeros = self.draw_zeros(indices)
-        logit = components(factors, self.zeros.indices.to(indices.device)).sum(-1)
+            self.zeros = self.draw_zeros(indices).to(indices.device)
+        logit = components(factors, self.zeros).sum(-1)
         return -unknown / len(self.zeros) * softplus(logit).sum()
 
-    def draw_zeros(self, indices: Int[Tensor, "N D"]) -> COOTensor:
+    def draw_zeros(self, indices: Int[Tensor, "N D"]) -> Int[Tensor, "M D"]:
         """All cells without an entry, or a sample of them; `sample` counts those that turn out to have one."""
         if prod(self.shape) <= self.sample:
             cells = torch.cartesian_prod(*[torch.arange(size) for size in self.shape]).view(-1, len(self.shape))
         else:
             random = generator(self.seed.item())
             cells = torch.stack([torch.randint(size, (self.sample,), generator=random) for size in self.shape], 1)
-        known = COOTensor(indices.cpu(), torch.zeros(len(indices), dtype=torch.float64), self.shape)
-        return COOTensor(cells, torch.zeros(len(cells), dtype=torch.float64), self.shape).distinct().without(known)
+        known, drawn = (
+            COOTensor(rows, torch.zeros(len(rows), dtype=torch.float64), self.shape) for rows in (indices.cpu(), cells)
+        )
+        return drawn.distinct().without(known).indices
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         m = components(self.factors, indices).sum(-1).double()

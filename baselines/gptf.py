@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ented.inducing import Features
 from ented.lightning import Batch, GaussianProcessModule
 from ented.likelihoods import PolyaGamma
-from ented.model import ENTED
+from ented.model import FactorProcess
 from ented.predictive import Predictive
 
 
@@ -28,7 +28,7 @@ class GPTF(GaussianProcessModule):
     ----------
     shape : sizes of the tensor's modes.
     likelihood : says of which kind the entries are: ones and zeros are probit, counts Gaussian as if continuous.
-    rank, inducing, init_std, jitter : see `ented.model.ENTED`.
+    rank, inducing, init_std, jitter : see `ented.model.FactorProcess`.
     lr, milestones : of Adam, see `GaussianProcessModule`.
     """
 
@@ -43,25 +43,24 @@ class GPTF(GaussianProcessModule):
         lr: float = 1e-3,
         milestones: tuple[float, ...] = (),
     ):
-        own = Probit() if likelihood.kind == "binary" else Gaussian()
-        model = ENTED(shape, own, rank, inducing, 1, init_std, jitter)
-        model.q = CholeskyGaussian(inducing)  # for an optimiser, where ENTED's is for natural gradients
-        super().__init__(likelihood.kind, model, lr, milestones)
+        super().__init__(likelihood.kind, FactorProcess(shape, rank, inducing, init_std, jitter), lr, milestones)
+        self.q = CholeskyGaussian(inducing)
+        self.likelihood = Probit() if likelihood.kind == "binary" else Gaussian()
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         with torch.no_grad():
             features = self.model.features(indices)
-            mean, variance = self.model.q.moments(features.phi, features.residual)
-            return self.model.likelihood.predictive(mean.double(), variance.double())
+            mean, variance = self.q.moments(features.phi, features.residual)
+            return self.likelihood.predictive(mean.double(), variance.double())
 
-    def on_fit_start(self) -> None:
-        self.model.likelihood.standardise(self.trainer.datamodule.train.values)
+    def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
+        self.likelihood.standardise(values)
 
     def elbo(self, features: Features, values: Float[Tensor, "S"], scale: float) -> Float[Tensor, ""]:
         """Bound on log p(x, Z); one entry of the batch stands for `scale`."""
-        mean, variance = self.model.q.moments(features.phi, features.residual)
-        data = self.model.likelihood.bound(values, mean, variance).sum()
-        return scale * data - self.model.q.kl() + self.model.log_prior()
+        mean, variance = self.q.moments(features.phi, features.residual)
+        data = self.likelihood.bound(values, mean, variance).sum()
+        return scale * data - self.q.kl() + self.model.log_prior()
 
     def training_step(self, batch: Batch, _) -> Float[Tensor, ""]:
         indices, values = batch

@@ -64,7 +64,7 @@ class MainEffects(SweepModule):
             fit = values * f - f.exp() if self.poisson else self._likelihood.log_prob(values, f)
             return fit.sum() - 0.5 * self.penalty * len(values) * weights[1:].square().sum()
 
-        weights, value = maximise(objective, self.weights, iterations=10)
+        weights, value = maximise(objective, self.weights)
         self.weights.copy_(weights)
         if self.poisson:
             self.zeta.fill_(most_likely_shape(values, self.f(weights, indices)))
@@ -79,6 +79,7 @@ class MainEffects(SweepModule):
 
 def most_likely_shape(values: Float[Tensor, "N"], log_mean: Float[Tensor, "N"]) -> float:
     """The shape between 0.01 and 10000 under which counts with the given means are most likely."""
+    values, log_mean = values.double(), log_mean.double()  # the terms of a large shape nearly cancel
 
     def loss(log_zeta: float) -> float:
         likelihood = NegativeBinomial(exp(log_zeta))

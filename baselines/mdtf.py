@@ -11,14 +11,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ented.lightning import Batch, CompletionModule
+from ented.lightning import GradientModule
 from ented.likelihoods import PolyaGamma
 from ented.predictive import Point
-from ented.tensor import InputError
 
 
-class MDTF(CompletionModule):
-    """Squared error with weight decay, minimised by Rprop on all entries at once. It needs batch_size=all.
+class MDTF(GradientModule):
+    """Squared error with weight decay, minimised by Rprop on all entries at once.
 
     The values are divided by their root mean square, so that the decay means the same for every tensor. The author's
     release sets the decay anew for each of its examples, between 1e-3 and 100; the defaults are those of its synthetic
@@ -37,6 +36,7 @@ class MDTF(CompletionModule):
     """
 
     kinds = ("count",)
+    all_entries = True
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class MDTF(CompletionModule):
         core_decay: float = 1.0,
         lr: float = 0.0123,
     ):
-        super().__init__(likelihood.kind)
-        self.factor_decay, self.weight_decay, self.core_decay, self.lr = factor_decay, weight_decay, core_decay, lr
-        # initial values as in the author's release; a core of zeros has a gradient, that of the data on the factors
+        super().__init__(likelihood.kind, lr)
+        self.factor_decay, self.weight_decay, self.core_decay = factor_decay, weight_decay, core_decay
+        # initial values as in the author's release; the gradient of a core of zeros is not zero, so it moves first
         self.Z = nn.ParameterList(0.01 * torch.randn(size, inputs) for size in shape)
         self.networks = nn.ModuleList(network(inputs, *hidden, rank) for _ in shape)
         self.core = nn.Parameter(torch.zeros((rank,) * len(shape)))
@@ -82,18 +82,12 @@ class MDTF(CompletionModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Rprop(self.parameters(), lr=self.lr, etas=(0.5, 1.2), step_sizes=(0, 50))
 
-    def on_fit_start(self) -> None:
-        self.scale.copy_(self.trainer.datamodule.train.values.square().mean().sqrt().clamp_min(1e-6))
-
-    def training_step(self, batch: Batch, _) -> Float[Tensor, ""]:
-        if len(batch[1]) < len(self.trainer.datamodule.train):
-            raise InputError("MDTF's optimiser takes all entries at once: use batch_size=all")
-        loss = self.loss(*batch)
-        self.log("loss", loss.detach(), on_step=False, on_epoch=True, prog_bar=True)
-        return loss
+    def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
+        self.scale.copy_(values.square().mean().sqrt().clamp_min(1e-6))
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Point:
-        return Point((self.scale * self(indices)).double())
+        with torch.no_grad():
+            return Point((self.scale * self(indices)).double())
 
 
 class ScaledTanh(nn.Module):

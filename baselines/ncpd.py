@@ -2,7 +2,7 @@
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import embedding
 
 from baselines.cp import FLOOR, Missing, components, exposure, poisson_log_likelihood, sum_by_row
@@ -50,12 +50,17 @@ class NCPD(SweepModule):
     ):
         super().__init__(likelihood.kind, tolerance)
         self.missing, self.inner, self.kappa, self.kappa_tolerance = missing, inner, kappa, kappa_tolerance
-        self.factors = nn.ParameterList(
-            nn.Parameter(columns / columns.sum(0), requires_grad=False)
-            for columns in (torch.rand(size, rank) for size in shape)
-        )
+        self.shape = tuple(shape)
+        # the factor matrices of all modes, one below the other, each with columns that sum to one
+        columns = [torch.rand(size, rank) for size in shape]
+        self.register_buffer("A", torch.cat([column / column.sum(0) for column in columns]))
         self.register_buffer("weights", torch.ones(rank))
         self.register_buffer("violation", torch.tensor(torch.inf))  # of the KKT condition
+
+    @property
+    def factors(self) -> tuple[Float[Tensor, "I R"], ...]:
+        """Factor matrix of each mode; views, to be written in place."""
+        return self.A.split(self.shape)
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
         """Equal weights, with which the model's total is that of the data."""
@@ -64,7 +69,7 @@ class NCPD(SweepModule):
 
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         self.violation.zero_()
-        for mode in range(len(self.factors)):
+        for mode in range(len(self.shape)):
             self.update(mode, indices, values)
         return poisson_log_likelihood(self.scaled(), indices, values, self.missing)
 
@@ -75,7 +80,7 @@ class NCPD(SweepModule):
 
         def phi(B):
             mean = (embedding(row, B) * pi).sum(-1)
-            return sum_by_row((values / mean.clamp_min(FLOOR))[:, None] * pi, row, len(B))
+            return sum_by_row((values / (mean + FLOOR))[:, None] * pi, row, len(B))
 
         inadmissible = (self.factors[mode] < self.kappa_tolerance) & (phi(B) > E)
         B = torch.where(inadmissible, B + self.kappa * self.weights, B)
@@ -85,7 +90,7 @@ class NCPD(SweepModule):
                 self.violation.copy_(self.violation.maximum(torch.minimum(B, E - Phi).abs().max()))
             B = torch.where(E > 0, B * Phi / E, B)  # no known cell of a row says nothing
         self.weights.copy_(B.sum(0))
-        self.factors[mode].copy_(B / self.weights.clamp_min(FLOOR))
+        self.factors[mode].copy_(B / self.weights.clamp_min(torch.finfo(B.dtype).tiny))
 
     def is_converged(self, before: Float[Tensor, ""]) -> Bool[Tensor, ""]:
         return self.violation <= self.tolerance

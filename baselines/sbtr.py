@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ented.lightning import Batch, CompletionModule
+from ented.lightning import Batch, GradientModule
 from ented.likelihoods import LatentGaussian, PolyaGamma
 
 
-class SBTR(CompletionModule):
+class SBTR(GradientModule):
     """Each minibatch brings q(omega) of its entries and q(delta) up to date, then makes an Adam step on G and lambda.
 
     G and lambda are point estimates, the Rs of the ring all equal.
@@ -44,8 +44,8 @@ class SBTR(CompletionModule):
         init_scale: float = 0.5,
         lr: float = 1e-3,
     ):
-        super().__init__(likelihood.kind)
-        self.likelihood, self.a_delta, self.lr = likelihood, a_delta, lr
+        super().__init__(likelihood.kind, lr)
+        self.likelihood, self.a_delta = likelihood, a_delta
         self.cores = nn.ParameterList([init_scale * torch.rand(size, rank, rank) for size in shape])
         self.weights = nn.Parameter(torch.ones(len(shape), rank))  # lambda
         self.register_buffer("delta", torch.ones(len(shape), rank))  # E[delta]
@@ -96,10 +96,9 @@ class SBTR(CompletionModule):
         prior = sum(core.square().sum() for core in self.cores) + (self.tau * self.weights.square()).sum()
         return scale * data - prior / 2
 
-    def training_step(self, batch: Batch, _) -> Float[Tensor, ""]:
+    def loss(self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"]) -> Float[Tensor, ""]:
+        """Minus the expected log joint, at the optimal q(omega) and q(delta)."""
         self.update_delta()
-        scale = len(self.trainer.datamodule.train) / len(batch[1])
+        batch = indices, values
+        scale = len(self.trainer.datamodule.train) / len(values)
         return -self.log_joint(batch, self.expected_omega(batch), scale)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=self.lr)

@@ -21,7 +21,9 @@ from ented.likelihoods import LatentGaussian, NegativeBinomial
 class VBGCP(SweepModule):
     """Coordinate ascent on the evidence lower bound, which is what a sweep returns.
 
-    The publication lets the offset vary along chosen modes; here it is one number for all entries.
+    The publication lets the offset vary along chosen modes, and the authors' release has one for every cell unless told
+    otherwise, which says nothing of new cells; here it is one number for all entries. The automatic relevance
+    determination that the release can switch on is always on.
 
     Parameters
     ----------
@@ -124,7 +126,9 @@ class VBGCP(SweepModule):
         size, rank = self.shape[mode], len(self.alpha)
         precision = torch.diag(self.alpha).repeat(size, 1, 1).index_add_(0, own, theta[:, None, None] * second)
         linear = torch.zeros_like(self.mean[:size]).index_add_(0, own, linear_weight[:, None] * first)
-        covariance = torch.cholesky_inverse(torch.linalg.cholesky(precision))
+        L, failed = torch.linalg.cholesky_ex(precision)
+        L = torch.where(failed[:, None, None] == 0, L, torch.nan)  # the bound shows it
+        covariance = torch.cholesky_inverse(L)
         here = slice(self.starts[mode], self.starts[mode] + size)
         self.covariance[here] = covariance
         self.mean[here] = (covariance @ linear.view(size, rank, 1)).squeeze(-1)

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import warnings
@@ -34,12 +35,11 @@ from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
 from ented.predictive import Predictive
 from ented.recorder import Recorder, best_epoch, held_out_score
-from ented.runs import RunFolder, read_json, write, write_summary
+from ented.runs import PLACES, RunFolder, read_json, write, write_summary
 from ented.settings import check
 from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
-PLACES = r"\+*(runs_dir|data_dir|fold|force|threads|checkpoint_seconds|logger|trainer|callbacks)\b"
 FULL_ERROR = bool(os.environ.get("HYDRA_FULL_ERROR"))  # the user asks for tracebacks
 failed = False
 
@@ -60,6 +60,8 @@ def train(cfg: DictConfig) -> None:
     """Run every fold asked for, and print what they have in common."""
     if cfg.protocol.name == "paper" and cfg.dataset.paper is None:
         raise InputError(f"dataset={cfg.dataset.name} has no published settings: use protocol=holdout")
+    if "missing=zeros" in overrides_given() and "missing" not in cfg.model:
+        raise InputError(f"missing=zeros: model={cfg.model.name} takes masked only")
     config = OmegaConf.to_container(cfg, resolve=True)
     check(config)
     torch.set_num_threads(cfg.threads)
@@ -96,6 +98,8 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
 
         # made before the folder, so that settings which do not fit leave nothing behind
         fitted, all_entries, part = module(), data(0), data(cfg.protocol.held_out)
+        if fitted.all_entries and cfg.batch_size != "all":
+            raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
         run.open(cfg.force)
         epochs = cfg.epochs
         if cfg.protocol.held_out:
@@ -163,6 +167,7 @@ def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logge
         use_distributed_sampler=False,
         log_every_n_steps=10**9,  # everything is logged by epoch
     )
+    L.seed_everything(cfg.seed, verbose=False)  # the same draws, whatever ran before in this process
     trainer.fit(module, data, ckpt_path=usable(recorder.checkpoint))
     return trainer
 
@@ -222,8 +227,13 @@ def title(cfg: DictConfig) -> str:
 
 def command(fold: int) -> str:
     """The command line that makes the run of one fold, without what does not change its numbers."""
-    overrides = [override for override in HydraConfig.get().overrides.task if not re.match(PLACES, override)]
-    return " ".join(["python src/train.py", *overrides, f"fold={fold}"])
+    overrides = [override for override in overrides_given() if re.split(r"[.=]", override)[0] not in {*PLACES, "fold"}]
+    return shlex.join(["python", "src/train.py", *overrides, f"fold={fold}"])
+
+
+def overrides_given() -> list[str]:
+    """The settings on the command line, of this cell of a grid."""
+    return [override.lstrip("+") for override in HydraConfig.get().overrides.task]
 
 
 def one_line(error: BaseException) -> str:

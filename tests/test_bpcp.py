@@ -107,7 +107,7 @@ def test_the_bound_grows_until_it_converges(missing):
     train, _, _ = halves(values, rng)
     model, objective = BPCP((8, 7, 6), NB, rank=4, missing=missing, tolerance=1e-6), []
     while not model.converged:
-        model.step(train.indices, train.values)
+        model.fit(train, 1)
         objective.append(model.objective.item())
     assert 5 < len(objective) < 2000
     assert (np.diff(objective) > -1e-9).all()

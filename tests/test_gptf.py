@@ -31,10 +31,10 @@ def make_module(kind, seed=0, at_start=False, shape=SHAPE, rank=RANK, inducing=6
     settings = {"init_std": 1.0, "jitter": JITTER, "lr": 0.01} | settings
     module = GPTF(shape, LIKELIHOODS[kind], rank, inducing, **settings).double()
     if not at_start:
-        module.model.q.mean.data.normal_()
-        module.model.q.root.data.normal_(std=0.5)
+        module.q.mean.data.normal_()
+        module.q.root.data.normal_(std=0.5)
         if kind == "count":
-            set_scale(module.model.likelihood)
+            set_scale(module.likelihood)
     return module
 
 
@@ -90,8 +90,8 @@ class SVGP(ApproximateGP):
 def test_the_bound_and_its_gradient_are_gpytorchs(kind):
     module, (indices, x) = make_module(kind), make_entries(kind)
     model = module.model
-    lower = model.q.L.detach().clone()
-    svgp = SVGP(model.inducing.X.detach().clone(), model.q.mean.detach().clone(), lower).double()
+    lower = module.q.L.detach().clone()
+    svgp = SVGP(model.inducing.X.detach().clone(), module.q.mean.detach().clone(), lower).double()
     Z = model.Z.detach().clone().requires_grad_()
     log_noise = torch.tensor(LOG_NOISE, dtype=torch.float64, requires_grad=True)
     f = svgp(side_by_side(Z, indices))
@@ -108,9 +108,9 @@ def test_the_bound_and_its_gradient_are_gpytorchs(kind):
     strategy = svgp.variational_strategy
     q = strategy._variational_distribution
     theirs = [Z, strategy.inducing_points, q.variational_mean, q.chol_variational_covar]
-    ours = [model.Z, model.inducing.X, model.q.mean, model.q.root]
+    ours = [model.Z, model.inducing.X, module.q.mean, module.q.root]
     if kind == "count":
-        theirs, ours = [*theirs, log_noise], [*ours, model.likelihood.log_noise]
+        theirs, ours = [*theirs, log_noise], [*ours, module.likelihood.log_noise]
     expected, actual = torch.autograd.grad(expected, theirs), torch.autograd.grad(actual, ours)
     # the diagonal of the root is log L_ii: d / d log L_ii = L_ii d / d L_ii
     by_root = expected[3].tril(-1) + (expected[3].diagonal() * lower.diagonal()).diag()
@@ -147,7 +147,7 @@ def test_the_bound_lies_below_the_log_marginal_likelihood_and_closes_in():
         module.model.inducing.X.data = side_by_side(module.model.Z.detach(), indices)
         module.model.Z.requires_grad_(False), module.model.inducing.X.requires_grad_(False)
         exact = log_marginal_likelihood(module, indices, x)
-        features, q = module.model.features(indices), module.model.q
+        features, q = module.model.features(indices), module.q
         optimizer = torch.optim.LBFGS(q.parameters(), max_iter=100, line_search_fn="strong_wolfe")
         gaps = []
 
@@ -202,7 +202,7 @@ def test_the_density_of_a_count_is_the_integral_over_f():
 @kinds
 def test_predictions_are_in_float64_and_those_of_gpytorch(kind):
     module, (indices, x) = make_module(kind), make_entries(kind)
-    q = module.model.q
+    q = module.q
     svgp = SVGP(module.model.inducing.X.detach().clone(), q.mean.detach().clone(), q.L.detach().clone()).double().eval()
     with torch.no_grad():
         f = svgp(side_by_side(module.model.Z, indices))
@@ -222,9 +222,9 @@ def test_an_epoch_is_adam_steps_on_the_bound(kind, tmp_path):
     module, reference, data = make_module(kind), make_module(kind), make_data(kind, batch_size=15)
     if kind == "count":  # location and scale come from the training entries
         x = data.train.values.numpy()
-        reference.model.likelihood.location.fill_(x.mean())
-        reference.model.likelihood.scale.fill_(x.std())
-    optimizer, bound = torch.optim.Adam(reference.model.parameters(), 0.01), 0.0
+        reference.likelihood.location.fill_(x.mean())
+        reference.likelihood.scale.fill_(x.std())
+    optimizer, bound = torch.optim.Adam(reference.parameters(), 0.01), 0.0
     for indices, values in data.train_dataloader():
         elbo = reference.elbo(reference.model.features(indices), values, 41 / len(values))
         optimizer.zero_grad()
@@ -232,8 +232,9 @@ def test_an_epoch_is_adam_steps_on_the_bound(kind, tmp_path):
         optimizer.step()
         bound += elbo.item() * len(values) / 41
     recorder = fit(module, data, 1, tmp_path)
-    for name, expected in reference.model.state_dict().items():
-        torch.testing.assert_close(module.model.state_dict()[name], expected, rtol=1e-7, atol=1e-9)
+    parameters = dict(module.named_parameters())
+    for name, expected in reference.named_parameters():
+        torch.testing.assert_close(parameters[name], expected, rtol=1e-7, atol=1e-9)
     assert recorder.rows[0]["elbo"] == pytest.approx(bound)
 
 
@@ -281,7 +282,7 @@ def test_a_failed_factorisation_ends_training(tmp_path):
 
 def test_starts_from_the_prior():
     module = make_module("binary", at_start=True)
-    assert module.model.q.kl() == 0
+    assert module.q.kl() == 0
     torch.testing.assert_close(module.predictive(make_entries("binary")[0]).mean, torch.full((12,), 0.5).double())
 
 

@@ -136,7 +136,7 @@ def test_the_objective_grows(kind):
     train = random_tensor(kind, n=300)
     model, objective = MainEffects(SHAPE, NB if kind == "count" else Bernoulli()), []
     for _ in range(4):
-        model.step(train.indices, train.values)
+        model.fit(train, 1)
         objective.append(model.objective.item())
     assert objective == sorted(objective) and objective[-1] > objective[0]
 

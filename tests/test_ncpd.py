@@ -46,7 +46,7 @@ def test_zeros_are_the_toolboxs_cp_apr():
     train = ones_only(values)
     model = NCPD((5, 4, 3), NB, rank=2, missing="zeros")
     model.initialise(train.indices, train.values)
-    model.objective.zero_()  # started
+    model.started.fill_(True)
     start = pyttb.ktensor([factor.numpy().copy(order="F") for factor in model.factors], model.weights.numpy().copy())
     sparse = pyttb.sptensor.from_aggregator(
         train.indices.numpy(), train.values.numpy()[:, None].astype(float), (5, 4, 3)
@@ -69,7 +69,7 @@ def test_masked_entries_reach_the_optimum_of_the_toolboxs_gcp():
     mask = rng.random(shape) < 0.7
     train = tensor(cells(shape)[mask.reshape(-1)], values[mask], shape)
     model = NCPD(shape, NB, rank=2, missing="masked", tolerance=1e-6)
-    model.objective.zero_()  # started
+    model.started.fill_(True)
     for factor, truth in zip(model.factors, factors, strict=True):
         factor.copy_(torch.from_numpy(truth / truth.sum(0)))
     model.weights.copy_(torch.from_numpy(np.prod([truth.sum(0) for truth in factors], axis=0)))
@@ -87,7 +87,7 @@ def test_the_likelihood_grows(missing):
     train, _, _ = halves(values, np.random.default_rng(1))
     model, objective = NCPD((7, 6, 5), NB, rank=4, missing=missing), []
     for _ in range(30):
-        model.step(train.indices, train.values)
+        model.fit(train, 1)
         objective.append(model.objective.item())
     assert (np.diff(objective) > -1e-9).all() and objective[-1] > objective[0] + 1
 

@@ -315,9 +315,8 @@ def test_a_float32_fit_agrees():
     double = VBGCP(train.shape, NegativeBinomial(20), rank=2)
     single = VBGCP(train.shape, NegativeBinomial(20), rank=2).float()
     single.load_state_dict(double.state_dict())
-    for _ in range(5):
-        double.step(train.indices, train.values)
-        single.step(train.indices, train.values.float())
+    double.fit(train, 5)
+    single.fit(train, 5)
     assert single.mean.dtype == torch.float32
     predictive = single.predictive(test.indices)
     assert predictive.f_mean.dtype == torch.float64

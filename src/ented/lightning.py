@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
-from ented.model import ENTED
+from ented.model import ENTED, FactorProcess
 from ented.predictive import Predictive
 from ented.tensor import COOTensor, InputError
 
@@ -31,6 +31,7 @@ class CompletionModule(L.LightningModule):
     """
 
     kinds = ("binary", "count")  # what the method takes
+    all_entries = False  # whether a batch must hold them all
 
     def __init__(self, kind: str):
         if kind not in self.kinds:
@@ -39,6 +40,24 @@ class CompletionModule(L.LightningModule):
             )
         super().__init__()
         self.metrics = CompletionMetrics(kind)
+        self.register_buffer("started", torch.tensor(False))
+
+    def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
+        """Set what depends on the training entries. Called once, before the first epoch."""
+
+    @torch.no_grad()
+    def start(self, train: COOTensor) -> None:
+        """Initialise, unless a checkpoint holds what came of it."""
+        if not self.started:
+            self.initialise(*self.entries(train))
+            self.started.fill_(True)
+
+    def entries(self, train: COOTensor) -> Batch:
+        """All entries as one batch, in the module's dtype and on its device."""
+        return train.indices.to(self.device), train.values.to(self.device, self.dtype)
+
+    def on_train_start(self) -> None:
+        self.start(self.trainer.datamodule.train)
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         """Predictive distribution of the entries at `indices`."""
@@ -71,7 +90,7 @@ class CompletionModule(L.LightningModule):
 
 
 class SweepModule(CompletionModule):
-    """A method that is trained by sweeps over all training entries; an epoch is a sweep. It needs batch_size=all.
+    """A method that is trained by sweeps over all training entries; an epoch is a sweep.
 
     A subclass keeps its state in buffers, which are the checkpoint.
 
@@ -82,29 +101,25 @@ class SweepModule(CompletionModule):
     """
 
     automatic_optimization = False
+    all_entries = True
 
     def __init__(self, kind: str, tolerance: float):
         super().__init__(kind)
         self.tolerance = tolerance
-        self.register_buffer("objective", torch.tensor(torch.nan, dtype=torch.float64))
+        self.register_buffer("objective", torch.tensor(-torch.inf, dtype=torch.float64))
         self.register_buffer("converged", torch.tensor(False))
 
-    def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        """Set what depends on the data, before the first sweep."""
-
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-        """Update the state once, and return the objective, which grows: a log likelihood or a bound on one."""
+        """Update the state once, and return the objective, which grows from sweep to sweep."""
         raise NotImplementedError
 
     def is_converged(self, before: Float[Tensor, ""]) -> Bool[Tensor, ""]:
         """Whether the sweep that changed the objective from `before` was the last."""
-        return (self.objective - before).abs() <= self.tolerance * before.abs()
+        return (self.objective - before).abs() <= self.tolerance * self.objective.abs()
 
     @torch.no_grad()
     def step(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
         """One sweep, and what is kept of it."""
-        if self.objective.isnan():
-            self.initialise(indices, values)
         before = self.objective.clone()
         self.objective.copy_(self.sweep(indices, values))
         self.converged.copy_(self.is_converged(before))
@@ -115,8 +130,9 @@ class SweepModule(CompletionModule):
 
     def fit(self, train: COOTensor, epochs: int) -> "SweepModule":
         """Sweep until convergence, at most `epochs` times, without a trainer."""
+        self.start(train)
         for _ in range(epochs):
-            self.step(train.indices, train.values)
+            self.step(*self.entries(train))
             if self.converged:
                 break
         return self
@@ -124,41 +140,88 @@ class SweepModule(CompletionModule):
     def configure_optimizers(self) -> None:
         """None: the sweep is the optimiser."""
 
-    def on_train_start(self) -> None:
-        self.trainer.should_stop = bool(self.converged)  # a fit that is resumed after its end
-
     def training_step(self, batch: Batch, _) -> None:
-        if len(batch[1]) < len(self.trainer.datamodule.train):
-            raise InputError(f"{type(self).__name__} sweeps over all entries at once: use batch_size=all")
         self.step(*batch)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._stop_if_converged()  # in a fit that is resumed after its end
 
     def on_train_epoch_end(self) -> None:
         self.log("objective", self.objective, prog_bar=True)
-        self.trainer.should_stop = bool(self.converged)
+        self._stop_if_converged()
+
+    def _stop_if_converged(self) -> None:
+        if self.converged:
+            self.trainer.should_stop = True
 
 
-class GaussianProcessModule(CompletionModule):
-    """What the methods that train an `ENTED` model with Adam share: its schedule, and what is read once an epoch.
+class GradientModule(CompletionModule):
+    """A method that is trained by an optimiser on the gradient of `loss`, one step a batch.
 
     Parameters
     ----------
-    model : its parameters are Adam's.
+    kind : as above.
+    lr : learning rate, Adam's unless a subclass has another optimiser.
+    """
+
+    def __init__(self, kind: str, lr: float):
+        super().__init__(kind)
+        self.lr = lr
+        self.register_buffer("loss_sum", torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def loss(self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"]) -> Float[Tensor, ""]:
+        """What a step lowers."""
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), self.lr)
+
+    def on_train_epoch_start(self) -> None:
+        self.loss_sum.zero_()
+
+    def training_step(self, batch: Batch, _) -> Float[Tensor, ""]:
+        loss = self.loss(*batch)
+        self.loss_sum += loss.detach()
+        return loss
+
+    def on_validation_start(self) -> None:
+        self._check_loss()
+
+    def on_train_epoch_end(self) -> None:
+        self._check_loss()
+        self.log("loss", self.loss_sum / self.trainer.num_training_batches, prog_bar=True)
+
+    def _check_loss(self) -> None:
+        """The one place where the host waits for the device, once an epoch or twice."""
+        if not self.loss_sum.isfinite():
+            raise InputError(f"the loss is not finite in epoch {self.current_epoch + 1}: lower lr=")
+
+
+class GaussianProcessModule(CompletionModule):
+    """What the methods with a `FactorProcess` share: Adam's schedule, and what is read once an epoch.
+
+    Parameters
+    ----------
+    kind : as above.
+    model : the factors and the process.
     lr : Adam's learning rate.
     milestones : shares of the epochs, each of them multiplies lr by 0.3.
     """
 
-    def __init__(self, kind: str, model: ENTED, lr: float, milestones: tuple[float, ...]):
+    def __init__(self, kind: str, model: FactorProcess, lr: float, milestones: tuple[float, ...]):
         super().__init__(kind)
         self.model, self.lr, self.milestones = model, lr, milestones
         # sum over the epoch's entries, read once at its end
         self.register_buffer("bound_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=self.lr)
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         epochs = [max(1, round(share * self.trainer.max_epochs)) for share in self.milestones]
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=0.3)]
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         points, entries = len(self.model.inducing.X), len(self.trainer.datamodule.train)
         if points > entries:
             log.warning("inducing=%d is more than the %d training entries", points, entries)

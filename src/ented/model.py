@@ -27,49 +27,41 @@ from ented.tensor import InputError
 from ented.variational import GaussianBlocks
 
 
-class ENTED(nn.Module):
-    """The model and its inference.
+class FactorProcess(nn.Module):
+    """The prior of f: factors Z, a Gaussian process over their combinations, and its inducing inputs X.
 
     Parameters
     ----------
     shape : sizes I_1, ..., I_D of the tensor's modes.
-    likelihood : of an entry given f.
     rank : length R of a factor row, the same in every mode.
-    inducing : inducing points in all blocks together.
-    blocks : orthogonal blocks they are divided into: 2 is ENTED, 1 is GPTF-PG.
+    inducing : number of inducing points.
     init_std : standard deviation of the Gaussian that Z and X start from.
     jitter : added to the diagonal of k(X, X).
     kernel : covariance function.
 
     Raises
     ------
-    InputError : a rank, number of inducing points or blocks below 1, or inducing points that the blocks do not divide.
+    InputError : a rank or number of inducing points below 1.
     """
 
     def __init__(
         self,
         shape: tuple[int, ...],
-        likelihood: PolyaGamma,
         rank: int,
         inducing: int = 100,
-        blocks: int = 2,
         init_std: float = 0.5,
         jitter: float = 1e-4,
         kernel: RBF | None = None,
     ):
         super().__init__()
-        for name, value in {"rank": rank, "inducing": inducing, "model.blocks": blocks}.items():
+        for name, value in {"rank": rank, "inducing": inducing}.items():
             if value < 1:
                 raise InputError(f"{name}={value}: it must be at least 1")
-        if inducing % blocks:
-            raise InputError(f"inducing={inducing} points cannot be divided into model.blocks={blocks} equal blocks")
         self.shape = tuple(shape)
-        self.likelihood = likelihood
         self.kernel = kernel or RBF()
         # the factor matrices of all modes, one below the other; row i of mode d is row offset_d + i
         self.Z = nn.Parameter(init_std * torch.randn(sum(self.shape), rank))
         self.inducing = InducingBlocks(inducing, len(self.shape) * rank, init_std, jitter)
-        self.q = GaussianBlocks(blocks, inducing // blocks)
         self.register_buffer("offsets", torch.tensor([0, *accumulate(self.shape)][:-1]), persistent=False)
         # factorisations that failed so far; read once an epoch, so that no step waits for the device
         self.register_buffer("failures", torch.zeros((), dtype=torch.long), persistent=False)
@@ -84,16 +76,51 @@ class ENTED(nn.Module):
         m = embedding(indices + self.offsets, self.Z).flatten(-2)
         return self.inducing(self.kernel, m)
 
+    def log_prior(self) -> Float[Tensor, "..."]:
+        """log p(Z), standard normal."""
+        return -0.5 * (self.Z.square() + log(2 * pi)).sum((-2, -1))
+
+
+class ENTED(FactorProcess):
+    """The model and its inference.
+
+    Parameters
+    ----------
+    shape, rank, init_std, jitter, kernel : see `FactorProcess`.
+    likelihood : of an entry given f.
+    inducing : inducing points in all blocks together.
+    blocks : orthogonal blocks they are divided into: 2 is ENTED, 1 is GPTF-PG.
+
+    Raises
+    ------
+    InputError : as above, or blocks below 1, or inducing points that the blocks do not divide.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        likelihood: PolyaGamma,
+        rank: int,
+        inducing: int = 100,
+        blocks: int = 2,
+        init_std: float = 0.5,
+        jitter: float = 1e-4,
+        kernel: RBF | None = None,
+    ):
+        super().__init__(shape, rank, inducing, init_std, jitter, kernel)
+        if blocks < 1:
+            raise InputError(f"model.blocks={blocks}: it must be at least 1")
+        if inducing % blocks:
+            raise InputError(f"inducing={inducing} points cannot be divided into model.blocks={blocks} equal blocks")
+        self.likelihood = likelihood
+        self.q = GaussianBlocks(blocks, inducing // blocks)
+
     def predictive(self, indices: Int[Tensor, "S D"]) -> LatentGaussian:
         """Predictive distribution of the entries at `indices`."""
         with torch.no_grad():
             features = self.features(indices)
             mean, variance, _ = self.q.moments(features.phi, features.residual)
         return LatentGaussian(self.likelihood, mean.double(), variance.double())
-
-    def log_prior(self) -> Float[Tensor, "..."]:
-        """log p(Z), standard normal."""
-        return -0.5 * (self.Z.square() + log(2 * pi)).sum((-2, -1))
 
     def elbo(
         self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"], total: int | None = None

@@ -27,9 +27,10 @@ from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
 
-# Settings that change a run's numbers by no more than rounding, and those that count only where the model takes them.
-IMMATERIAL = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "threads", "logger", "trainer"}
-IMMATERIAL |= {"rank", "lr", "rho", "inducing", "missing"}
+# settings that change a run's numbers by no more than rounding
+PLACES = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "threads", "logger", "trainer", "callbacks"}
+# and those that count only where the model takes them
+IMMATERIAL = PLACES | {"rank", "lr", "rho", "inducing", "missing"}
 
 
 class RunFolder:
@@ -111,7 +112,7 @@ class RunFolder:
     def write_predictions(self, modes: list[str], test: COOTensor, batches: list[dict[str, Tensor]]) -> None:
         """Write predictions.csv: a row for each test entry, in the order of the test set.
 
-        `batches` holds the columns of consecutive parts of the test set, see `ented.likelihoods.Predictive.columns`.
+        `batches` holds the columns of consecutive parts of the test set, see `ented.predictive.Predictive.columns`.
         """
         table = pd.DataFrame(test.indices.numpy(), columns=modes).assign(value=test.values.long().numpy())
         columns = pd.concat(

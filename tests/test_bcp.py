@@ -95,7 +95,7 @@ def test_no_sweep_lowers_the_likelihood_or_leaves_the_bound(alpha, entries):
         assert module.objective.item() == pytest.approx(values[-1], rel=1e-12)
     assert (np.diff(values) >= -1e-9).all()
     assert values[-1] > values[0] > -entries * np.log(2)  # theta = 0 has log 2 an entry
-    if alpha == 2 or entries == 60:  # the likelihood asks for more, and a row's bound is at most twice its largest theta
+    if alpha == 2 or entries == 60:  # the likelihood asks for more; the rows' bounds leave less than half unused
         assert np.abs(theta).max() > alpha / 2
 
 

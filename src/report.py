@@ -67,26 +67,29 @@ def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> str:
         part = numbers[numbers.dataset == dataset].sort_values(["model", "rank"], kind="stable")
         metrics = ["auc", "nll"] if (part.metric == "auc").any() else ["rmse", "mape", "nll"]
         rows = []
-        for (model, rank), run in part.groupby(["model", "rank"], dropna=False, sort=False):
+        for (model, rank), cell in part.groupby(["model", "rank"], dropna=False, sort=False):
+            if cell.groupby("protocol").missing.nunique().max() > 1:
+                raise ValueError(
+                    f"{dataset}, {model}, rank {rank}: runs with both settings of missing, keep them apart"
+                )
             row = {"model": model, "rank": "" if pd.isna(rank) else rank}
             for metric in metrics:
-                paper = published.loc[key] if (key := (dataset, model, rank, metric)) in published.index else None
+                key = (dataset, model, rank, metric)
+                paper = published.loc[key] if key in published.index else None
                 row[f"{metric}: published"] = "–" if paper is None else plus_minus(paper["mean"], paper["std"])
-                values = run[run.metric == (metric if metric == "auc" else f"{metric}_plugin")]
+                values = cell[cell.metric == (metric if metric == "auc" else f"{metric}_plugin")]
                 for protocol in ("paper", "holdout"):
                     ours = values[values.protocol == protocol].value
-                    row[f"{metric}: {protocol}"] = text = "–" if ours.empty else spread(ours)
-                    if protocol == "paper" and paper is not None and text != "–":
-                        row[f"{metric}: paper"] += mark(metric, ours.mean(), paper["mean"], paper["std"])
-            row |= {"missing": "/".join(run.sort_values("protocol", ascending=False).missing.unique())}
-            row |= {"runs": "/".join(str(runs(run, protocol)) for protocol in ("paper", "holdout"))}
+                    text = "–" if ours.empty else spread(ours)
+                    if protocol == "paper" and paper is not None and len(ours):
+                        text += mark(metric, ours.mean(), paper["mean"], paper["std"])
+                    row[f"{metric}: {protocol}"] = text
+            row["missing"] = "/".join(cell.sort_values("protocol", ascending=False).missing.unique())
+            runs = cell.drop_duplicates(["protocol", "fold", "seed"]).protocol.value_counts()
+            row["runs"] = f"{runs.get('paper', 0)}/{runs.get('holdout', 0)}"
             rows.append(row)
         parts.append(f"### {dataset}\n\n{markdown(pd.DataFrame(rows))}")
     return "\n\n".join(parts)
-
-
-def runs(run: pd.DataFrame, protocol: str) -> int:
-    return len(run[run.protocol == protocol].drop_duplicates(["fold", "seed"]))
 
 
 def mark(metric: str, ours: float, mean: float, std: float) -> str:
@@ -119,6 +122,8 @@ def figure(run: Path, file: Path) -> None:
         raise ValueError(f"{run} is a run of binary entries; the figure is one of counts")
     title = yaml.safe_load((run / "config.yaml").read_text())["dataset"]["name"]
     test = pd.read_csv(run / "predictions.csv").sort_values("mean")
+    if "lower" not in test:
+        raise ValueError(f"{run} is a run of a method without quantiles; the figure shows them")
     inside = ((test.value >= test.lower) & (test.value <= test.upper)).mean()
     bins = test.groupby(np.arange(len(test)) * 25 // len(test))
     mean = bins["mean"].mean()

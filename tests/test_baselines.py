@@ -1,12 +1,15 @@
 """Every method of conf/model from the command line: runs, resumes, and the entries that it does not take."""
 
+import inspect
 import json
+import shlex
 from pathlib import Path
 
 import lightning as L
 import pandas as pd
 import pytest
 import yaml
+from hydra.utils import get_class
 from test_train import Command, binary, command, counts, finished, tiny  # noqa: F401
 
 MODELS = sorted(file.stem for file in (Path(__file__).parent.parent / "conf/model").glob("*.yaml"))
@@ -23,12 +26,14 @@ pairs = pytest.mark.parametrize("model, kind", PAIRS, ids=["-".join(pair) for pa
 
 
 class Interrupt(L.Callback):
-    """Fails in the fourth epoch, as if the machine did, when it is armed."""
+    """Fails in the fourth epoch of the search for epochs and of the final fit, once each, as if the machine did."""
 
-    armed = False
+    left: set[str] = set()
 
     def on_train_epoch_start(self, trainer, pl_module):
-        if self.armed and trainer.current_epoch == 3:
+        phase = "search" if trainer.datamodule.validation else "final"
+        if phase in self.left and trainer.current_epoch == 3:
+            self.left.remove(phase)
             raise OSError("interrupted")
 
 
@@ -42,10 +47,9 @@ def test_every_method_is_known_here():
 def test_a_run_of_each_protocol(command, tiny, model, kind):  # noqa: F811
     nll = [] if (model, kind) in POINT else ["nll", "nll_plugin"]
     names = ["auc", *nll] if kind == "binary" else ["rmse", "mape", *nll, "rmse_plugin", "mape_plugin"]
-    for protocol in ("paper", "holdout"):
-        code, out, err = command(
-            *DATA[kind](tiny), f"model={model}", f"protocol={protocol}", "fold=0", f"runs_dir={protocol}"
-        )
+    for protocol, dtype in (("paper", "float64"), ("holdout", "float32")):
+        settings = [f"model={model}", f"protocol={protocol}", f"dtype={dtype}", "fold=0", f"runs_dir={protocol}"]
+        code, out, err = command(*DATA[kind](tiny), *settings)
         assert code == 0, err
         (run,) = finished(tiny.parent / protocol)
         assert ("rank=2" in run) == (model != "main_effects")
@@ -66,18 +70,18 @@ def test_a_run_of_each_protocol(command, tiny, model, kind):  # noqa: F811
 def test_an_interrupted_run_ends_with_the_same_numbers(command, tiny, model, kind, monkeypatch):  # noqa: F811
     arguments = [
         *DATA[kind](tiny),
-        *[f"model={model}", "protocol=paper", "fold=0", "epochs=6", "checkpoint_seconds=0"],
+        *[f"model={model}", "fold=0", "epochs=6", "checkpoint_seconds=0", "dtype=float64"],
         "+callbacks.interrupt._target_=test_baselines.Interrupt",
     ]
     assert command(*arguments, "runs_dir=whole")[0] == 0
-    monkeypatch.setattr(Interrupt, "armed", True)
-    try:
-        command(*arguments, "runs_dir=parts")
-    except OSError as error:
-        assert "interrupted" in str(error)
-    else:  # the method had converged before
-        assert finished(tiny.parent / "parts")
-    monkeypatch.setattr(Interrupt, "armed", False)
+    monkeypatch.setattr(Interrupt, "left", {"search", "final"})
+    for _ in range(2):
+        try:
+            command(*arguments, "runs_dir=parts")
+        except OSError as error:
+            assert "interrupted" in str(error)
+    # the final fit may have fewer epochs, and main effects are found in three
+    assert "search" not in Interrupt.left or model == "main_effects"
     assert command(*arguments, "runs_dir=parts")[0] == 0
     results = []
     for folder in ("whole", "parts"):
@@ -111,9 +115,30 @@ def test_entries_that_a_method_does_not_take_end_with_one_line(command, tiny, ki
     assert not (tiny.parent / "runs").exists()
 
 
-def test_a_sweep_over_a_part_of_the_entries_ends_with_one_line(command, tiny):  # noqa: F811
-    code, out, err = command(*counts(tiny), "model=gcp", "fold=0", "batch_size=10")
-    assert code == 1 and "batch_size=all" in err and err.count("\n") == 1
+@pytest.mark.parametrize("model", ["gcp", "mdtf"])
+def test_a_part_of_the_entries_is_refused_where_all_are_needed(command, tiny, model):  # noqa: F811
+    code, out, err = command(*counts(tiny), f"model={model}", "fold=0", "batch_size=10")
+    assert (code, err) == (1, f"error: batch_size=10: model={model} needs batch_size=all\n")
+    assert not (tiny.parent / "runs").exists()
+
+
+def test_zeros_are_refused_where_a_method_cannot_take_them(command, tiny):  # noqa: F811
+    code, out, err = command(*counts(tiny), "model=vbgcp", "fold=0", "missing=zeros")
+    assert (code, err) == (1, "error: missing=zeros: model=vbgcp takes masked only\n")
+
+
+def test_a_loss_that_is_not_finite_ends_with_one_line(command, tiny):  # noqa: F811
+    code, out, err = command(*counts(tiny), "model=costco", "fold=0", "lr=1e300")
+    assert code == 1 and err.count("\n") == 1 and "the loss is not finite in epoch" in err
+    assert not finished(tiny.parent / "runs")
+
+
+def test_the_command_of_a_run_can_be_given_to_a_shell(command, tiny):  # noqa: F811
+    code, out, err = command(*counts(tiny), "model=mdtf", "model.hidden=[4, 3]", "fold=1", "threads=1")
+    assert code == 0, err
+    (run,) = finished(tiny.parent / "runs")
+    arguments = shlex.split(json.loads((Path(run) / "metrics.json").read_text())["command"])[2:]
+    assert "model.hidden=[4, 3]" in arguments and "threads=1" not in arguments and "fold=1" in arguments
 
 
 @pytest.mark.parametrize(
@@ -158,6 +183,16 @@ def test_main_effects_are_fitted_once_for_all_ranks(command, tiny):  # noqa: F81
     assert len(finished(tiny.parent / "runs")) == 2  # folds
     summary = tiny.parent / "runs/ones/main_effects/summary.json"
     assert json.loads(summary.read_text())["rank"] is None
+
+
+def test_a_default_of_a_class_is_that_of_its_configuration():
+    for model in MODELS:
+        settings = yaml.safe_load((Path(__file__).parent.parent / f"conf/model/{model}.yaml").read_text())
+        if "_target_" in settings:
+            for name, parameter in inspect.signature(get_class(settings["_target_"])).parameters.items():
+                if parameter.default is not parameter.empty and not str(settings[name]).startswith("${"):
+                    default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+                    assert float(settings[name]) == default if isinstance(default, float) else settings[name] == default
 
 
 def test_each_configuration_names_its_command():

@@ -67,8 +67,23 @@ def test_means_beside_published_ones(tmp_path):
     assert report(tmp_path / "all.csv", "--compare", tmp_path / "paper.csv") == (0, out, "")
 
 
+def test_runs_with_both_settings_of_missing_are_not_averaged(tmp_path):
+    for fold, missing in enumerate(["masked", "zeros"]):
+        run = write_run(tmp_path, "ems", fold, {"rmse": 0.3, "rmse_plugin": 0.3})
+        metrics = json.loads((run / "metrics.json").read_text())
+        (run / "metrics.json").write_text(json.dumps({**metrics, "missing": missing}))
+    published = tmp_path / "paper.csv"
+    published.write_text("dataset,method,rank,metric,mean,std\n")
+    code, _, err = report(tmp_path, "--compare", published)
+    assert code == 1 and "both settings of missing" in err and err.count("\n") == 1
+    assert report(tmp_path)[1].count("| ems |") == 2
+
+
 def test_mistakes_end_with_one_line(tmp_path):
     run = write_run(tmp_path / "runs", "digg", 0, {"auc": 0.5})
+    point = write_run(tmp_path / "runs", "ems", 0, {"rmse": 0.5})
+    (point / "config.yaml").write_text("dataset: {name: ems}\n")
+    (point / "predictions.csv").write_text("title,value,mean\n0,3,2.5\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/metrics.json").write_text("{}")
@@ -78,6 +93,7 @@ def test_mistakes_end_with_one_line(tmp_path):
         ([tmp_path / "runs", "--csv", tmp_path / "nowhere/all.csv"], "nowhere"),
         (["--figure", tmp_path / "x.png"], "--run"),
         (["--figure", tmp_path / "x.png", "--run", run], "binary"),
+        (["--figure", tmp_path / "x.png", "--run", point], "without quantiles"),
     ]:
         code, out, err = report(*arguments)
         assert code == 1 and not out and err.startswith("error: ") and err.count("\n") == 1, err

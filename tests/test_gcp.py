@@ -104,7 +104,7 @@ def test_what_was_not_seen_is_predicted_nearly_as_well_as_by_the_truth(kind):
     train, test, rows = halves(values, np.random.default_rng(2))
     truth = stats.poisson(m) if kind == "count" else stats.bernoulli(expit(m))
     oracle = truth.logpmf(values).reshape(-1)[rows].mean()
-    model = GCP(shape, LIKELIHOODS[kind], rank).fit(train, 12)
+    model = GCP(shape, LIKELIHOODS[kind], rank).fit(train, 100)
     effects = MainEffects(shape, LIKELIHOODS[kind]).fit(train, 500)
     excess = oracle - model.predictive(test.indices).log_prob(test.values).mean().item()
     rival = oracle - effects.predictive(test.indices).log_prob(test.values).mean().item()

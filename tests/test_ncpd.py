@@ -133,7 +133,7 @@ def test_what_was_not_seen_is_predicted_nearly_as_well_as_by_the_truth():
     values, mean, rng = draw(shape, 2)
     train, test, rows = halves(values, rng)
     oracle = stats.poisson.logpmf(values, mean).reshape(-1)[rows].mean()
-    model = NCPD(shape, NB, rank=2).fit(train, 20)
+    model = NCPD(shape, NB, rank=2).fit(train, 1000)
     effects = MainEffects(shape, NB).fit(train, 500)
     excess = oracle - model.predictive(test.indices).log_prob(test.values).mean().item()
     rival = oracle - effects.predictive(test.indices).log_prob(test.values).mean().item()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from baselines.cp import FLOOR, Missing, components, poisson_log_likelihood
-from baselines.lbfgs import maximise
+from baselines.lbfgs import ITERATIONS, maximise
 from ented.datamodule import generator
 from ented.lightning import SweepModule
 from ented.likelihoods import PolyaGamma
@@ -17,7 +17,9 @@ from ented.tensor import COOTensor
 
 
 class GCP(SweepModule):
-    """Maximum likelihood by L-BFGS over all entries; a sweep is ten of its iterations.
+    """Maximum likelihood by L-BFGS over all entries; sweep k makes k of its iterations, at most ten.
+
+    The first sweeps are short because with few entries the fit that predicts best comes within a few iterations.
 
     Counts are Poisson with mean m, and the factors are not negative. Binary entries are Bernoulli with logit m.
 
@@ -47,6 +49,7 @@ class GCP(SweepModule):
         # the factor matrices of all modes, one below the other
         self.register_buffer("A", torch.rand(sum(shape), rank))
         self.register_buffer("seed", torch.randint(2**31, ()))  # of the sample
+        self.register_buffer("sweeps", torch.tensor(0))
         self.zeros: Int[Tensor, "M D"] | None = None
 
     @property
@@ -70,7 +73,9 @@ class GCP(SweepModule):
             return (values * logit - softplus(logit)).sum() + self.zeros_log_likelihood(factors, indices)
 
         lower = 0.0 if self.counts else None
-        vector, value = maximise(objective, self.A.flatten(), lower)
+        self.sweeps += 1
+        iterations = min(self.sweeps.item(), ITERATIONS)
+        vector, value = maximise(objective, self.A.flatten(), iterations, lower)
         self.A.copy_(vector.view_as(self.A))
         return value
 

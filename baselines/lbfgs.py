@@ -8,13 +8,16 @@ from jaxtyping import Float
 from scipy.optimize import minimize
 from torch import Tensor
 
-ITERATIONS = 10  # as many as L-BFGS remembers; fewer in a sweep would waste what it learns, more would stop late
+ITERATIONS = 10  # of a sweep: as many as L-BFGS remembers, and the memory ends with the sweep
 
 
 def maximise(
-    objective: Callable[[Float[Tensor, "P"]], Float[Tensor, ""]], start: Float[Tensor, "P"], lower: float | None = None
+    objective: Callable[[Float[Tensor, "P"]], Float[Tensor, ""]],
+    start: Float[Tensor, "P"],
+    iterations: int = ITERATIONS,
+    lower: float | None = None,
 ) -> tuple[Float[Tensor, "P"], Float[Tensor, ""]]:
-    """Climb a differentiable objective for ITERATIONS; return the point that is reached, and its value there.
+    """Climb a differentiable objective for some iterations; return the point that is reached, and its value there.
 
     The approximation of the Hessian is not kept for the next call, so that the point is all there is to resume from.
 
@@ -33,6 +36,6 @@ def maximise(
 
     array = start.double().cpu().numpy()
     bounds = None if lower is None else [(lower, None)] * len(array)
-    options = {"maxiter": ITERATIONS, "ftol": 0, "gtol": 0}
+    options = {"maxiter": iterations, "ftol": 0, "gtol": 0}
     result = minimize(negative, array, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     return torch.from_numpy(result.x).to(start), torch.tensor(-result.fun)

@@ -70,7 +70,7 @@ def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> str:
         for (model, rank), cell in part.groupby(["model", "rank"], dropna=False, sort=False):
             if cell.groupby("protocol").missing.nunique().max() > 1:
                 raise ValueError(
-                    f"{dataset}, {model}, rank {rank}: runs with both settings of missing, keep them apart"
+                    f"{dataset}, {model}, rank {rank}: runs with both settings of missing: name a folder with one"
                 )
             row = {"model": model, "rank": "" if pd.isna(rank) else rank}
             for metric in metrics:

@@ -35,7 +35,7 @@ from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
 from ented.predictive import Predictive
 from ented.recorder import Recorder, best_epoch, held_out_score
-from ented.runs import PLACES, RunFolder, read_json, write, write_summary
+from ented.runs import PLACES, RunFolder, finite, read_json, write, write_summary
 from ented.settings import check
 from ented.tensor import COOTensor, InputError
 
@@ -66,6 +66,8 @@ def train(cfg: DictConfig) -> None:
     check(config)
     torch.set_num_threads(cfg.threads)
     dataset: Dataset = instantiate(cfg.dataset.source)
+    if len(dataset.shape) < 2:
+        raise InputError(f"dataset={cfg.dataset.name} has one mode: a decomposition needs two or more")
     folds = range(dataset.folds) if cfg.fold == "all" else [cfg.fold]
     results = [run_fold(cfg, config | {"fold": fold}, dataset) for fold in folds]
     if cfg.fold == "all":
@@ -142,7 +144,10 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
         fit(cfg, recorder, module, data, cfg.epochs)
         epochs = best_epoch(recorder.rows, cfg.protocol.patience)
         score = held_out_score(recorder.rows)
-        write(chosen, json.dumps({"epochs": epochs, score: recorder.rows[epochs - 1][score]}) + "\n")
+        best = finite(recorder.rows[epochs - 1][score])
+        write(chosen, json.dumps({"epochs": epochs, score: best}) + "\n")
+        if best is None:
+            log.warning("%s, on held-out training entries, is not a finite number after any epoch", score)
         if epochs == cfg.epochs:
             log.warning("%s, on held-out training entries, was still falling after epochs=%d", score, epochs)
     choice = read_json(chosen)

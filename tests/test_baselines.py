@@ -127,6 +127,11 @@ def test_zeros_are_refused_where_a_method_cannot_take_them(command, tiny):  # no
     assert (code, err) == (1, "error: missing=zeros: model=vbgcp takes masked only\n")
 
 
+def test_a_tensor_of_one_mode_is_refused(command, tiny):  # noqa: F811
+    code, out, err = command(*counts(tiny), "dataset.source.shape=[6]", "dataset.source.modes=[a]")
+    assert (code, err) == (1, "error: dataset=counts has one mode: a decomposition needs two or more\n")
+
+
 def test_a_loss_that_is_not_finite_ends_with_one_line(command, tiny):  # noqa: F811
     code, out, err = command(*counts(tiny), "model=costco", "fold=0", "lr=1e300")
     assert code == 1 and err.count("\n") == 1 and "the loss is not finite in epoch" in err

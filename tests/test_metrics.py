@@ -100,3 +100,20 @@ def test_sums_are_in_double_precision():
     update(metrics, "count", *data, [(0, 1), (1, 201)])
     assert all(value.dtype == torch.float64 for value in metrics.compute().values())
     assert floats(metrics) == pytest.approx(expected_count(*data), rel=1e-9)
+
+
+def test_sums_are_in_double_precision_also_where_a_module_is_moved():
+    """A value of 1e-9 beside ones is lost in single precision."""
+    from torch.distributions import Poisson
+
+    from ented.predictive import Known
+
+    metrics = CompletionMetrics("count").to("cpu")
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    rate = x + torch.tensor([1e-9, -2e-9, 3e-9], dtype=torch.float64)
+    metrics.update(Known(Poisson(rate)), x)
+    expected = ((rate - x).abs() / (x + 1)).mean().item()
+    assert metrics.compute()["mape"].item() == pytest.approx(expected, rel=1e-12)
+    metrics.update(Known(Poisson(x + 1 + 1e-9)), x)
+    expected = torch.cat([(rate - x).abs() / (x + 1), (1 + 1e-9) / (x + 1)]).mean().item()
+    assert metrics.compute()["mape"].item() == pytest.approx(expected, rel=1e-12)

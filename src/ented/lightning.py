@@ -36,7 +36,8 @@ class CompletionModule(L.LightningModule):
     def __init__(self, kind: str):
         if kind not in self.kinds:
             raise InputError(
-                f"{type(self).__name__} is for {self.kinds[0]} entries, these are {kind}: choose another model="
+                f"{type(self).__name__} is for {self.kinds[0]} entries, these are {kind}: "
+                "choose another model= or likelihood="
             )
         super().__init__()
         self.metrics = CompletionMetrics(kind)

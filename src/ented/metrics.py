@@ -3,7 +3,7 @@
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.utilities import dim_zero_cat
 
@@ -29,12 +29,23 @@ class RelativeRMSE(Metric):
         return (self.error / self.total).sqrt()
 
 
-class Mean(MeanMetric):
-    """Mean of all values, in double precision."""
+class Mean(Metric):
+    """Mean of all values, in double precision; torchmetrics' own falls back to single where a module is moved."""
+
+    full_state_update = False
 
     def __init__(self):
         super().__init__()
         self.set_dtype(torch.float64)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("entries", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values: Float[Tensor, "S"]) -> None:
+        self.total += values.sum()
+        self.entries += values.numel()
+
+    def compute(self) -> Float[Tensor, ""]:
+        return self.total / self.entries
 
 
 class AUC(BinaryAUROC):

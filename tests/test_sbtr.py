@@ -95,6 +95,11 @@ def dense_log_joint(module, indices, values, scale=1.0):
     return scale * data + prior + Normal(0, tau.rsqrt()).log_prob(module.weights).sum()
 
 
+def expected_log_joint(module, batch, omega, scale=1.0):
+    """With the prior of the cores, whose gradient the method leaves to Adam."""
+    return module.log_joint(batch, omega, scale) + sum(Normal(0, 1).log_prob(core).sum() for core in module.cores)
+
+
 def test_expected_log_joint_is_a_lower_bound_that_touches_the_log_joint():
     """Seen from the parameters of the E step: nowhere does it rise by more than the log joint, with its gradient there.
 
@@ -103,14 +108,14 @@ def test_expected_log_joint_is_a_lower_bound_that_touches_the_log_joint():
     for seed in range(5):
         module, batch = make(seed=seed), make_entries(seed=seed)
         omega, parameters = module.expected_omega(batch), list(module.parameters())
-        here = module.log_joint(batch, omega, 3.5), dense_log_joint(module, *batch, 3.5)
+        here = expected_log_joint(module, batch, omega, 3.5), dense_log_joint(module, *batch, 3.5)
         gradients = [torch.autograd.grad(value, parameters) for value in here]
         torch.testing.assert_close(*gradients)
         for size in (0.01, 0.1, 1.0):
             moved = copy.deepcopy(module)
             for parameter in moved.parameters():
                 parameter.data += size * torch.randn_like(parameter)
-            bound, exact = moved.log_joint(batch, omega, 3.5), dense_log_joint(moved, *batch, 3.5)
+            bound, exact = expected_log_joint(moved, batch, omega, 3.5), dense_log_joint(moved, *batch, 3.5)
             assert (bound - here[0]).item() < (exact - here[1]).item()
 
 
@@ -133,7 +138,7 @@ def test_closed_form_em_raises_the_log_joint():
     values = [dense_log_joint(module, *batch).item()]
     for _ in range(10):
         for parameter, block in blocks:
-            value = module.log_joint(batch, module.expected_omega(batch), 1.0)
+            value = expected_log_joint(module, batch, module.expected_omega(batch))
             (gradient,) = torch.autograd.grad(value, parameter, create_graph=True)
             gradient = gradient[block].flatten()
             rows = [torch.autograd.grad(g, parameter, retain_graph=True)[0][block].flatten() for g in gradient]
@@ -198,7 +203,7 @@ def test_full_batch_steps_raise_the_bound():
     module.update_delta()
     values = [elbo(module, *batch, a, a / module.delta)]
     for _ in range(200):
-        value = module.log_joint(batch, module.expected_omega(batch), 1.0)
+        value = expected_log_joint(module, batch, module.expected_omega(batch))
         gradients = torch.autograd.grad(value, list(module.parameters()))
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.data += 5e-3 * gradient
@@ -207,6 +212,21 @@ def test_full_batch_steps_raise_the_bound():
         values.append(elbo(module, *batch, a, a / module.delta))
     assert (np.diff(values) > -1e-9).all()
     assert values[-1] > values[0] + 10
+
+
+def test_a_step_is_adam_on_the_expected_log_joint():
+    """With all of it in the loss, and no weight decay."""
+    module, batch = make(), make_entries()
+    expected = copy.deepcopy(module)
+    adam = torch.optim.Adam(expected.parameters(), 0.1)
+    for _ in range(5):
+        expected.update_delta()
+        adam.zero_grad()
+        (-expected_log_joint(expected, batch, expected.expected_omega(batch), 3.5)).backward()
+        adam.step()
+    fit(module, batch, steps=5, lr=0.1, total=70)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, msg=name)
 
 
 # recovery
@@ -277,7 +297,7 @@ def test_a_checkpoint_continues_to_the_same_numbers():
     resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
     state = copy.deepcopy(optimizer.state_dict())
     fit(whole, batch, 5, 0.01, optimizer)
-    other = torch.optim.Adam(resumed.parameters(), lr=0.01)
+    other = resumed.configure_optimizers()
     other.load_state_dict(state)
     fit(resumed, batch, 5, 0.01, other)
     for name, value in whole.state_dict().items():

@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from baselines.cp import FLOOR, Missing, components, poisson_log_likelihood
-from baselines.lbfgs import ITERATIONS, maximise
+from baselines.cp import FLOOR, Missing, components, poisson_log_likelihood, total
+from baselines.lbfgs import maximise
 from ented.datamodule import generator
 from ented.lightning import SweepModule
 from ented.likelihoods import PolyaGamma
@@ -17,9 +17,10 @@ from ented.tensor import COOTensor
 
 
 class GCP(SweepModule):
-    """Maximum likelihood by L-BFGS over all entries; sweep k makes k of its iterations, at most ten.
+    """Maximum likelihood by L-BFGS over all entries; sweep k makes 2^(k - 1) of its iterations, at most 512.
 
-    The first sweeps are short because with few entries the fit that predicts best comes within a few iterations.
+    The first sweeps are short because with few entries the fit that predicts best comes within a few iterations, the
+    later ones long because L-BFGS begins each without memory, and sparse counts need a long one.
 
     Counts are Poisson with mean m, and the factors are not negative. Binary entries are Bernoulli with logit m.
 
@@ -57,12 +58,8 @@ class GCP(SweepModule):
         return self.A.split(self.shape)
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        """Scale the factors so that the model has the norm of the data."""
-        if self.missing == "zeros":
-            norm = prod(factor.T @ factor for factor in self.factors).sum().sqrt()
-        else:
-            norm = components(self.factors, indices).sum(-1).norm()
-        self.A *= (values.norm() / norm) ** (1 / len(self.shape))
+        """Scale the factors so that the model has the sum of the data."""
+        self.A *= (values.sum() / total(self.factors, indices, self.missing)) ** (1 / len(self.shape))
 
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         def objective(vector):
@@ -74,7 +71,7 @@ class GCP(SweepModule):
 
         lower = 0.0 if self.counts else None
         self.sweeps += 1
-        iterations = min(self.sweeps.item(), ITERATIONS)
+        iterations = min(2 ** (self.sweeps.item() - 1), 512)
         vector, value = maximise(objective, self.A.flatten(), iterations, lower)
         self.A.copy_(vector.view_as(self.A))
         return value

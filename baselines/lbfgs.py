@@ -8,13 +8,11 @@ from jaxtyping import Float
 from scipy.optimize import minimize
 from torch import Tensor
 
-ITERATIONS = 10  # of a sweep: as many as L-BFGS remembers, and the memory ends with the sweep
-
 
 def maximise(
     objective: Callable[[Float[Tensor, "P"]], Float[Tensor, ""]],
     start: Float[Tensor, "P"],
-    iterations: int = ITERATIONS,
+    iterations: int = 10,
     lower: float | None = None,
 ) -> tuple[Float[Tensor, "P"], Float[Tensor, ""]]:
     """Climb a differentiable objective for some iterations; return the point that is reached, and its value there.
@@ -24,6 +22,7 @@ def maximise(
     Parameters
     ----------
     start : where to begin; the result has its dtype and device.
+    iterations : at most; by default as many as L-BFGS remembers.
     lower : bound on every element.
     """
 
@@ -38,4 +37,4 @@ def maximise(
     bounds = None if lower is None else [(lower, None)] * len(array)
     options = {"maxiter": iterations, "ftol": 0, "gtol": 0}
     result = minimize(negative, array, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-    return torch.from_numpy(result.x).to(start), torch.tensor(-result.fun)
+    return torch.from_numpy(result.x).to(start), torch.tensor(-result.fun, dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Pieces of the canonical polyadic (CP) model, m_n = sum_r prod_d A_d[i_nd, r], for tensors in coordinate form.
 
 The methods that are made of them take `missing`, which says what is known of the cells without an entry: nothing
-("masked"), or that they are zero ("zeros"). Zeros are never written down: all that a Poisson likelihood takes from them
-is the sum of m over all cells, which the column sums of the factors give.
+("masked"), or that they are zero ("zeros"). A Poisson likelihood never has these zeros written down: all that it takes
+from them is the sum of m over all cells, which the column sums of the factors give.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def total(factors: Factors, indices: Int[Tensor, "N D"], missing: Missing) -> Fl
 def poisson_log_likelihood(
     factors: Factors, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"], missing: Missing
 ) -> Float[Tensor, ""]:
-    """sum x log m - m over the known cells: without the term that the factors do not change, -log x!."""
+    """sum x log(m + FLOOR) - m over the known cells: without the term that the factors do not change, -log x!."""
     mean = components(factors, indices).sum(-1)
     return (values * (mean + FLOOR).log()).sum() - total(factors, indices, missing)
 

@@ -13,16 +13,17 @@ from ented.datamodule import generator
 from ented.lightning import SweepModule
 from ented.likelihoods import PolyaGamma
 from ented.predictive import Known, Predictive
-from ented.tensor import COOTensor
+from ented.tensor import COOTensor, InputError
 
 
 class GCP(SweepModule):
     """Maximum likelihood by L-BFGS over all entries; sweep k makes 2^(k - 1) of its iterations, at most 512.
 
     The first sweeps are short because with few entries the fit that predicts best comes within a few iterations, the
-    later ones long because L-BFGS begins each without memory, and sparse counts need a long one.
+    later ones long because L-BFGS begins each without memory, and a fit to sparse counts needs it.
 
-    Counts are Poisson with mean m, and the factors are not negative. Binary entries are Bernoulli with logit m.
+    Counts are Poisson with mean m, and the factors are not negative; m starts with the sum of the data. Binary entries
+    are Bernoulli with logit m, which starts with a variance of one.
 
     Parameters
     ----------
@@ -30,8 +31,9 @@ class GCP(SweepModule):
     likelihood : says of which kind the entries are.
     rank : number of components.
     missing : what cells without an entry are, see `baselines.cp`.
-    sample : the Bernoulli likelihood of all zeros has no closed form. In a tensor with more cells than this, so many of
-        them, drawn uniformly, stand for all, the same in every sweep (stratified sampling, Kolda and Hong 2020).
+    sample : the Bernoulli likelihood of all zeros has no closed form. In a tensor with more cells than this, so many
+        are drawn uniformly, and those without an entry, repeats dropped, stand for all of them: the zero stratum of
+        Kolda and Hong (2020), but drawn once and the same in every sweep.
     tolerance : see `SweepModule`.
     """
 
@@ -48,7 +50,11 @@ class GCP(SweepModule):
         self.shape, self.missing, self.sample = tuple(shape), missing, sample
         self.counts = likelihood.kind == "count"
         # the factor matrices of all modes, one below the other
-        self.register_buffer("A", torch.rand(sum(shape), rank))
+        if self.counts:
+            A = torch.rand(sum(shape), rank)
+        else:  # a component is a product of D elements, and the logit a sum of R components
+            A = torch.randn(sum(shape), rank) / rank ** (0.5 / len(shape))
+        self.register_buffer("A", A)
         self.register_buffer("seed", torch.randint(2**31, ()))  # of the sample
         self.register_buffer("sweeps", torch.tensor(0))
         self.zeros: Int[Tensor, "M D"] | None = None
@@ -58,8 +64,9 @@ class GCP(SweepModule):
         return self.A.split(self.shape)
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        """Scale the factors so that the model has the sum of the data."""
-        self.A *= (values.sum() / total(self.factors, indices, self.missing)) ** (1 / len(self.shape))
+        """Scale the factors of counts so that the model has the sum of the data."""
+        if self.counts:
+            self.A *= (values.sum() / total(self.factors, indices, self.missing)) ** (1 / len(self.shape))
 
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         def objective(vector):
@@ -87,7 +94,12 @@ class GCP(SweepModule):
         return -unknown / len(self.zeros) * softplus(logit).sum()
 
     def draw_zeros(self, indices: Int[Tensor, "N D"]) -> Int[Tensor, "M D"]:
-        """All cells without an entry, or a sample of them; `sample` counts those that turn out to have one."""
+        """All cells without an entry, or a sample of them.
+
+        Raises
+        ------
+        InputError : no drawn cell is without an entry.
+        """
         if prod(self.shape) <= self.sample:
             cells = torch.cartesian_prod(*[torch.arange(size) for size in self.shape]).view(-1, len(self.shape))
         else:
@@ -96,7 +108,10 @@ class GCP(SweepModule):
         known, drawn = (
             COOTensor(rows, torch.zeros(len(rows), dtype=torch.float64), self.shape) for rows in (indices.cpu(), cells)
         )
-        return drawn.distinct().without(known).indices
+        try:
+            return drawn.distinct().without(known).indices
+        except InputError:
+            raise InputError(f"every cell of the sample has an entry: raise model.sample (now {self.sample})") from None
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         m = components(self.factors, indices).sum(-1).double()

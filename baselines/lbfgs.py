@@ -23,7 +23,7 @@ def maximise(
     ----------
     start : where to begin; the result has its dtype and device.
     iterations : at most; by default as many as L-BFGS remembers.
-    lower : bound on every element.
+    lower : lower bound of every element; None for none.
     """
 
     def negative(array: np.ndarray) -> tuple[float, np.ndarray]:
@@ -35,6 +35,6 @@ def maximise(
 
     array = start.double().cpu().numpy()
     bounds = None if lower is None else [(lower, None)] * len(array)
-    options = {"maxiter": iterations, "ftol": 0, "gtol": 0}
+    options = {"maxiter": iterations, "ftol": 0, "gtol": 0}  # whether it has converged is for the caller to say
     result = minimize(negative, array, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     return torch.from_numpy(result.x).to(start), torch.tensor(-result.fun, dtype=torch.float64)

@@ -4,8 +4,9 @@
     G_d[i][r, s] ~ N(0, 1),           lambda_dr ~ N(0, 1 / tau_dr)
     tau_dr = prod_{l <= r} delta_dl,  delta_dl ~ Gamma(a, 1)
 
-The multiplicative gamma process (Bhattacharya, Dunson 2011) makes the precision tau grow with r, so that components
-that the data do not ask for fade. Polya-Gamma variables omega_n (Polson, Scott, Windle 2013) make f_n Gaussian.
+The multiplicative gamma process (Bhattacharya, Dunson 2011) makes the precision tau grow with r on average (a > 1), so
+that components that the data do not ask for fade. Polya-Gamma variables omega_n (Polson, Scott, Windle 2013) make f_n
+Gaussian.
 """
 
 from functools import reduce
@@ -85,10 +86,10 @@ class SBTR(GradientModule):
         f = self.f(indices)
         return self.likelihood.theta(values, f, torch.zeros_like(f))
 
-    def log_joint(self, batch: Batch, omega: Float[Tensor, "S"], scale: float) -> Float[Tensor, ""]:
+    def expected_log_joint(self, batch: Batch, omega: Float[Tensor, "S"], scale: float) -> Float[Tensor, ""]:
         """E[log p(x, omega, lambda | G, delta)] under q(omega) and q(delta), up to a constant in G and lambda.
 
-        The batch's part counts `scale` times.
+        The batch's part counts `scale` times. log p(G) is left to Adam, see `configure_optimizers`.
         """
         indices, values = batch
         f = self.f(indices)
@@ -96,11 +97,14 @@ class SBTR(GradientModule):
         return scale * data - (self.tau * self.weights.square()).sum() / 2
 
     def loss(self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"]) -> Float[Tensor, ""]:
-        """Minus the expected log joint, at the optimal q(omega) and q(delta), but for the prior of the cores."""
+        """Minus the expected log joint, at the optimal q(omega) and after one pass over q(delta).
+
+        Only its gradient counts: the entropies of q are left out, so that values of different steps do not compare.
+        """
         self.update_delta()
         batch = indices, values
         scale = len(self.trainer.datamodule.train) / len(values)
-        return -self.log_joint(batch, self.expected_omega(batch), scale)
+        return -self.expected_log_joint(batch, self.expected_omega(batch), scale)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam, whose weight decay is the prior of the cores: the gradient of -log N(G; 0, 1) is G.

@@ -16,6 +16,7 @@ from baselines.cp import exposure, total
 from baselines.gcp import GCP
 from baselines.main_effects import MainEffects
 from ented.likelihoods import Bernoulli, NegativeBinomial
+from ented.tensor import InputError
 
 OBJECTIVES = {"count": Objectives.POISSON, "binary": Objectives.BERNOULLI_LOGIT}
 LIKELIHOODS = {"count": NegativeBinomial(20), "binary": Bernoulli()}
@@ -52,8 +53,8 @@ def ktensor(factors) -> pyttb.ktensor:
 def test_the_objective_and_the_fit_are_the_toolboxs(kind, missing):
     """Both start from the true factors.
 
-    Counts have one optimum there. The logits of binary entries grow without end, and the toolbox stops where exp
-    overflows: ours must come at least as far.
+    From there both reach the same optimum for counts. The logits of binary entries grow without end, and the toolbox
+    stops where exp overflows: ours must come at least as far.
     """
     shape, rank, sweeps = (8, 7, 6), 2, 40 if kind == "count" else 7
     values, _, factors = draw(kind, shape, rank)
@@ -61,8 +62,6 @@ def test_the_objective_and_the_fit_are_the_toolboxs(kind, missing):
     assert missing == "masked" or len(train) < values.size
     model = GCP(shape, LIKELIHOODS[kind], rank, missing, tolerance=1e-13)
     model.initialise(train.indices, train.values)
-    if missing == "zeros":  # the factors start with the sum of the data
-        assert ktensor(model.factors).full().data.sum() == pytest.approx(dense.sum())
     model.started.fill_(True)
     model.A.copy_(torch.from_numpy(np.concatenate(factors)))
     model.fit(train, sweeps)
@@ -79,6 +78,46 @@ def test_the_objective_and_the_fit_are_the_toolboxs(kind, missing):
         np.testing.assert_allclose(ours, fitted.full().data, rtol=0.01, atol=0.01)
     else:
         assert -model.objective.item() <= info["final_f"]
+
+
+@missings
+def test_counts_start_with_the_sum_of_the_data(missing):
+    values, _, _ = draw("count", (8, 7, 6), 2)
+    train, dense, mask = known(values, missing)
+    model = GCP((8, 7, 6), LIKELIHOODS["count"], 3, missing)
+    model.start(train)
+    start = ktensor(model.factors).full().data * (1 if mask is None else mask)
+    assert start.sum() == pytest.approx(train.values.sum().item())
+
+
+def test_logits_start_with_a_variance_of_one():
+    """Whatever the data, zeros only too: from factors of zero no gradient leads away."""
+    torch.manual_seed(0)
+    model = GCP((60, 50, 40), Bernoulli(), rank=4)
+    train = tensor(cells((60, 50, 40)), np.zeros(120_000), (60, 50, 40))
+    model.start(train)
+    logit = cp([factor.numpy() for factor in model.factors])
+    # the mean square of 40 and more numbers in each of three modes and four components: a few parts in ten
+    assert logit.mean() == pytest.approx(0, abs=0.1) and logit.var() == pytest.approx(1, abs=0.5)
+    model.fit(train, 6)
+    assert model.predictive(train.indices).mean.mean() < 0.01
+
+
+def test_sweeps_double(monkeypatch):
+    iterations = []
+
+    def count(objective, start, limit, lower):
+        iterations.append(limit)
+        return start, torch.tensor(-1.0)
+
+    monkeypatch.setattr("baselines.gcp.maximise", count)
+    values, _, _ = draw("count", (4, 3), 1)
+    train, _, _ = known(values, "masked")
+    model = GCP((4, 3), LIKELIHOODS["count"], 1)
+    model.start(train)
+    for _ in range(11):
+        model.step(*model.entries(train))
+    assert iterations == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 512]
 
 
 @both
@@ -140,6 +179,26 @@ def test_a_sample_of_zeros_stands_for_all_of_them():
     error = np.std(estimates, ddof=1) / 40**0.5
     assert abs(np.mean(estimates) - exact) < 4 * error
     assert error < 0.02 * abs(exact)
+
+
+def test_the_sample_of_zeros_is_drawn_once_and_again_after_a_restart():
+    values, _, _ = draw("binary", (9, 8, 7), 2)
+    train, _, _ = known(values, "zeros")
+    model = GCP((9, 8, 7), Bernoulli(), rank=2, missing="zeros", sample=100).fit(train, 1)
+    zeros = model.zeros
+    model.fit(train, 1)
+    assert model.zeros is zeros and len(zeros) < 100
+    resumed = GCP((9, 8, 7), Bernoulli(), rank=2, missing="zeros", sample=100)
+    resumed.load_state_dict(model.state_dict())
+    resumed.fit(train, 1)
+    assert torch.equal(resumed.zeros, zeros)
+
+
+def test_a_sample_without_a_zero_is_refused():
+    train = tensor(cells((3, 3))[1:], np.ones(8), (3, 3))
+    model = GCP((3, 3), Bernoulli(), 1, "zeros", sample=1)
+    with pytest.raises(InputError, match=r"every cell of the sample has an entry: raise model.sample \(now 1\)"):
+        model.fit(train, 1)
 
 
 def test_every_cell_may_have_an_entry():

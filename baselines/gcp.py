@@ -22,8 +22,9 @@ class GCP(SweepModule):
     The first sweeps are short because with few entries the fit that predicts best comes within a few iterations, the
     later ones long because L-BFGS begins each without memory, and a fit to sparse counts needs it.
 
-    Counts are Poisson with mean m, and the factors are not negative; m starts with the sum of the data. Binary entries
-    are Bernoulli with logit m, which starts with a variance of one.
+    Counts are Poisson with mean m, and the factors are not negative. Binary entries are Bernoulli with logit m. The
+    factors of both start positive, and m with the sum of the data: from logits of both signs, or large ones, the fits
+    predict held-out entries worse.
 
     Parameters
     ----------
@@ -50,11 +51,7 @@ class GCP(SweepModule):
         self.shape, self.missing, self.sample = tuple(shape), missing, sample
         self.counts = likelihood.kind == "count"
         # the factor matrices of all modes, one below the other
-        if self.counts:
-            A = torch.rand(sum(shape), rank)
-        else:  # a component is a product of D elements, and the logit a sum of R components
-            A = torch.randn(sum(shape), rank) / rank ** (0.5 / len(shape))
-        self.register_buffer("A", A)
+        self.register_buffer("A", torch.rand(sum(shape), rank))
         self.register_buffer("seed", torch.randint(2**31, ()))  # of the sample
         self.register_buffer("sweeps", torch.tensor(0))
         self.zeros: Int[Tensor, "M D"] | None = None
@@ -64,9 +61,9 @@ class GCP(SweepModule):
         return self.A.split(self.shape)
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        """Scale the factors of counts so that the model has the sum of the data."""
-        if self.counts:
-            self.A *= (values.sum() / total(self.factors, indices, self.missing)) ** (1 / len(self.shape))
+        """Scale the factors so that m has the sum of the data, or 1 where all are zeros: no gradient leaves m = 0."""
+        mass = values.sum().clamp(min=1)
+        self.A *= (mass / total(self.factors, indices, self.missing)) ** (1 / len(self.shape))
 
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         def objective(vector):

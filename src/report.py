@@ -8,7 +8,6 @@ python src/report.py --figure RUN.png --run runs/flights/ented/rank=3/fold=0/see
 """
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -21,6 +20,8 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from ented.runs import read_json
+
 RUN = ["dataset", "model", "rank", "protocol", "missing"]
 BINARY = ["auc", "nll", "nll_plugin"]
 COUNTS = ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"]
@@ -28,16 +29,36 @@ COUNTS = ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"]
 
 def collect(source: Path) -> pd.DataFrame:
     """Every number of every finished run below a folder, one row a fold and metric; or such a table from its file."""
-    if source.is_file():
-        return pd.read_csv(source).astype({"rank": "Int64"})
-    rows = []
+    if not source.is_dir():
+        return read_table(source, [*RUN, "fold", "seed", "metric", "value"]).astype({"rank": "Int64"})
+    rows, folders = [], {}
     for file in sorted(source.rglob("metrics.json")):
-        run = json.loads(file.read_text())
-        about = {key: run[key] for key in ("dataset", "model", "rank", "fold", "seed", "protocol", "missing")}
-        spent = {"epochs": run["epochs"], "seconds": run["train_seconds"]}
-        made = {"command": run["command"], "version": run["version"]}
-        rows += [{**about, "metric": name, "value": value, **spent, **made} for name, value in run["metrics"].items()]
-    return pd.DataFrame(rows).astype({"rank": "Int64"}) if rows else pd.DataFrame()
+        try:
+            run = read_json(file)
+            about = {key: run[key] for key in ("dataset", "model", "rank", "fold", "seed", "protocol", "missing")}
+            spent = {"epochs": run["epochs"], "seconds": run["train_seconds"]}
+            made = {"command": run["command"], "version": run["version"]}
+            metrics = run["metrics"].items()
+        except KeyError as error:
+            raise ValueError(f"{file} has no {error}: remove it, and start its run again") from None
+        twin = folders.setdefault(tuple(about.values()), file.parent)
+        if twin != file.parent:
+            raise ValueError(f"{twin} and {file.parent} hold the same run: name a folder that has one of them")
+        rows += [{**about, "metric": name, "value": value, **spent, **made} for name, value in metrics]
+    if not rows:
+        raise ValueError(f"no finished run below {source}")
+    return pd.DataFrame(rows).astype({"rank": "Int64"})
+
+
+def read_table(file: Path, columns: list[str]) -> pd.DataFrame:
+    """A CSV that must have these columns."""
+    try:
+        table = pd.read_csv(file)
+    except ValueError as error:  # pandas' own
+        raise ValueError(f"{file} is not a CSV ({error})") from None
+    if missing := [column for column in columns if column not in table]:
+        raise ValueError(f"{file} has no column {missing[0]}: it needs {', '.join(columns)}")
+    return table
 
 
 def tables(numbers: pd.DataFrame) -> str:
@@ -100,8 +121,8 @@ def mark(metric: str, ours: float, mean: float, std: float) -> str:
 
 
 def spread(values: pd.Series) -> str:
-    """Mean ± standard deviation."""
-    return plus_minus(values.mean(), values.std())
+    """Mean ± standard deviation, – where a run's test entries leave the metric undefined."""
+    return "–" if values.isna().any() else plus_minus(values.mean(), values.std())
 
 
 def plus_minus(mean: float, std: float) -> str:
@@ -118,8 +139,10 @@ def figure(run: Path, file: Path) -> None:
     """Observed values of a run's test entries against the predicted mean, with the predictive interval."""
     if run is None or not (run / "metrics.json").exists():
         raise ValueError(f"--figure needs --run, the folder of a finished run; {run} is none")
-    if "auc" in json.loads((run / "metrics.json").read_text())["metrics"]:
+    if "auc" in read_json(run / "metrics.json")["metrics"]:
         raise ValueError(f"{run} is a run of binary entries; the figure is one of counts")
+    if not (run / "predictions.csv").exists():
+        raise ValueError(f"{run} has lost its predictions.csv: run its command again with force=true")
     title = yaml.safe_load((run / "config.yaml").read_text())["dataset"]["name"]
     test = pd.read_csv(run / "predictions.csv").sort_values("mean")
     if "lower" not in test:
@@ -155,13 +178,15 @@ def main() -> None:
             figure(arguments.run, arguments.figure)
             return
         numbers = collect(arguments.source)
-        if numbers.empty:
-            sys.exit(f"error: no finished run below {arguments.source}")
+        if arguments.compare:
+            published = read_table(arguments.compare, ["dataset", "method", "rank", "metric", "mean", "std"])
         if arguments.csv:
             numbers.to_csv(arguments.csv, index=False)
-        print(comparison(numbers, pd.read_csv(arguments.compare)) if arguments.compare else tables(numbers))
-    except (OSError, ValueError, KeyError) as error:  # files that cannot be written, or are not what a run leaves
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        print(comparison(numbers, published) if arguments.compare else tables(numbers))
+    except (OSError, ValueError) as error:  # files that cannot be written, or are not what a run leaves
+        named = isinstance(error, OSError) and error.filename
+        text = f"{error.filename}: {error.strerror}" if named else str(error)
+        sys.exit(f"error: {' '.join(text.split())}")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,10 @@ def train(cfg: DictConfig) -> None:
         raise InputError(f"dataset={cfg.dataset.name} has no published settings: use protocol=holdout")
     if "missing=zeros" in overrides_given() and "missing" not in cfg.model:
         raise InputError(f"missing=zeros: model={cfg.model.name} takes masked only")
+    for override in HydraConfig.get().overrides.task:
+        # Hydra's way to add a setting; nothing would read it, but for another callback
+        if override.startswith("+") and not override.lstrip("+").startswith("callbacks."):
+            raise InputError(f"{override}: there is no such setting; those that there are stand in conf/")
     config = OmegaConf.to_container(cfg, resolve=True)
     check(config)
     torch.set_num_threads(cfg.threads)
@@ -245,6 +249,8 @@ def one_line(error: BaseException) -> str:
     """What is wrong with the data, the command line or the configuration."""
     if isinstance(error, MissingConfigException) and error.options:
         return f"there is no {error.missing_cfg_file}: choose from {', '.join(error.options)}"
+    if unknown := re.match(r"Could not override '(.+)'", str(error)):
+        return f"{unknown[1]}: there is no such setting; those that there are stand in conf/"
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override}: quote the value if it holds = or other signs, as in 'key=\"a=b\"'"
     mistake: BaseException | None = error

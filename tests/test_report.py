@@ -79,6 +79,18 @@ def test_runs_with_both_settings_of_missing_are_not_averaged(tmp_path):
     assert report(tmp_path)[1].count("| ems |") == 2
 
 
+def test_one_run_in_two_places_is_refused(tmp_path):
+    first, second = (write_run(tmp_path / name, "ems", 0, {"rmse": 0.3}) for name in ("a", "b"))
+    message = f"error: {first} and {second} hold the same run: name a folder that has one of them\n"
+    assert report(tmp_path) == (1, "", message)
+
+
+def test_a_metric_that_one_fold_does_not_have_has_no_mean(tmp_path):
+    for fold, auc in enumerate([0.5, None]):
+        write_run(tmp_path, "digg", fold, {"auc": auc, "nll": 1.0, "nll_plugin": 2.0})
+    assert "| – | 1.000 ± 0.000 | 2.000 ± 0.000 | 2 |" in report(tmp_path)[1]
+
+
 def test_mistakes_end_with_one_line(tmp_path):
     run = write_run(tmp_path / "runs", "digg", 0, {"auc": 0.5})
     point = write_run(tmp_path / "runs", "ems", 0, {"rmse": 0.5})
@@ -87,9 +99,19 @@ def test_mistakes_end_with_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/metrics.json").write_text("{}")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/metrics.json").write_text("")
+    (tmp_path / "published.csv").write_text("dataset,model\n")
+    lost = write_run(tmp_path / "runs", "jhu", 0, {"rmse": 0.5})
     for arguments, message in [
         ([tmp_path / "empty"], "no finished run"),
-        ([tmp_path / "damaged"], "dataset"),
+        ([tmp_path / "nowhere"], "nowhere: No such file"),
+        ([tmp_path / "damaged"], "metrics.json has no 'dataset'"),
+        ([tmp_path / "cut"], "cut/metrics.json is damaged"),
+        ([tmp_path / "published.csv"], "published.csv has no column rank"),
+        ([tmp_path / "runs", "--compare", tmp_path / "published.csv"], "published.csv has no column method"),
+        ([tmp_path / "runs", "--compare", REPORT], "report.py is not a CSV"),
+        (["--figure", tmp_path / "x.png", "--run", lost], "lost its predictions.csv"),
         ([tmp_path / "runs", "--csv", tmp_path / "nowhere/all.csv"], "nowhere"),
         (["--figure", tmp_path / "x.png"], "--run"),
         (["--figure", tmp_path / "x.png", "--run", run], "binary"),

@@ -51,6 +51,7 @@ def test_values_near_an_integer_are_rounded():
         ([[0, 0], [0, 1]], [1, 2.5], "row 1: value 2.5 is not an integer"),
         ([[0, 0], [0, 1]], [1, -0.3], "row 1: value -0.3 is not an integer"),
         ([[0, 0], [0, 1]], [1, 1.00001], "row 1: value 1.00001 is not an integer"),
+        ([[0, 0], [0, 1]], [2**53, 2**53 + 2], "row 1: value 9.0071993e+15 is above 2^53, where"),
         ([], [], "the tensor has no entries; give at least one row"),
         ([[0, 0], [0, 1]], [1], "indices have shape (2, 2); give 1 rows, one a value, and 2 columns, one"),
     ],

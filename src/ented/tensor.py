@@ -34,7 +34,7 @@ class COOTensor:
     ------
     InputError
         If dtypes or dimensions do not fit, there is no entry, a size is below 1, an index is outside the
-        shape, or a value is not finite, negative or not an integer.
+        shape, or a value is not finite, negative, not an integer or above 2^53.
     """
 
     indices: Int64[Tensor, "N D"]
@@ -170,6 +170,7 @@ class COOTensor:
             (~self.values.isfinite(), "is not finite"),
             (rounded < 0, "is negative"),
             ((self.values - rounded).abs() > ROUNDING, "is not an integer"),
+            (rounded > 2**53, "is above 2^53, where float64 no longer tells counts apart"),
         ):
             if bad.any():
                 row = _first(bad)

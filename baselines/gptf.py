@@ -56,25 +56,40 @@ class GPTF(GaussianProcessModule):
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
         self.likelihood.standardise(values)
 
-    def elbo(self, features: Features, values: Float[Tensor, "S"], scale: float) -> Float[Tensor, ""]:
-        """Bound on log p(x, Z); one entry of the batch stands for `scale`."""
+    def bound(self, features: Features, values: Float[Tensor, "S"]) -> Float[Tensor, ""]:
+        """The data term of the ELBO, summed over the batch."""
         mean, variance = self.q.moments(features.phi, features.residual)
-        data = self.likelihood.bound(values, mean, variance).sum()
-        return scale * data - self.q.kl() + self.model.log_prior()
+        return self.likelihood.bound(values, mean, variance).sum()
 
-    def training_step(self, batch: Batch, _) -> Float[Tensor, ""]:
+    def step(self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"], scale: float) -> Float[Tensor, ""]:
+        """Set all gradients, those of minus the bound; one entry of the batch stands for `scale`.
+
+        Returns the sum of the batch's bounds, without the KL.
+        """
+        with torch.no_grad():
+            features = self.model.features(indices)
+        # automatic differentiation down to the features, and from there by hand
+        features.phi.requires_grad_()
+        data = self.bound(features, values)
+        parameters = [*self.q.parameters(), *self.likelihood.parameters(), features.phi]
+        gradients = torch.autograd.grad(self.q.kl() - scale * data, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.model.backward(indices, features, features.phi.grad)
+        self.model.failures += features.info
+        return data.detach()
+
+    def training_step(self, batch: Batch, _) -> None:
         indices, values = batch
         scale = len(self.trainer.datamodule.train) / len(values)
-        features = self.model.features(indices)
-        elbo = self.elbo(features, values, scale)
-        self.bound_sum += elbo.detach() / scale
-        self.model.failures += features.info != 0
-        return -elbo
+        self.bound_sum += self.step(indices, values, scale)
+        self.optimizers().step()
 
     def on_train_epoch_end(self) -> None:
-        """Log the mean of the minibatches' bounds, which lags behind the model at the end of the epoch."""
-        self.check_numbers()
-        self.log("elbo", self.bound_sum, prog_bar=True)
+        """Log the epoch's bound, whose data term sums what each minibatch gave when its turn came."""
+        super().on_train_epoch_end()
+        with torch.no_grad():
+            self.log("elbo", self.bound_sum - self.q.kl() + self.model.log_prior(), prog_bar=True)
 
 
 class CholeskyGaussian(nn.Module):
@@ -97,10 +112,10 @@ class CholeskyGaussian(nn.Module):
         return self.root.tril(-1) + self.root.diagonal().exp().diag()
 
     def moments(
-        self, phi: Float[Tensor, "P S"], residual: Float[Tensor, "S"]
+        self, phi: Float[Tensor, "S P"], residual: Float[Tensor, "S"]
     ) -> tuple[Float[Tensor, "S"], Float[Tensor, "S"]]:
         """Mean m' phi_n and variance residual_n + |L' phi_n|^2 of f at each entry."""
-        return self.mean @ phi, residual + (self.L.mT @ phi).square().sum(0)
+        return phi @ self.mean, residual + (phi @ self.L).square().sum(1)
 
     def kl(self) -> Float[Tensor, ""]:
         """KL(q | p) = 1/2 (tr L L' + m' m - P) - log|L|."""
@@ -108,7 +123,7 @@ class CholeskyGaussian(nn.Module):
         return 0.5 * quadratic - self.root.diagonal().sum()
 
 
-class Probit:
+class Probit(nn.Module):
     """x = 1 where w > 0 would be likely: p(x = 1 | w) = Phi(w) with w ~ N(f, 1), so p(x = 1 | f) = Phi(f / sqrt 2)."""
 
     def standardise(self, values: Float[Tensor, "N"]) -> None:

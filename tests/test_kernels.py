@@ -36,3 +36,13 @@ def test_rounding_never_lifts_a_covariance_above_the_variance():
     """|x|^2 + |y|^2 - 2 x'y of equal rows far from the origin is rounding noise of either sign."""
     x = 1e4 + normal(50, 3)
     assert (RBF()(x, x) <= 1).all()
+
+
+def test_backward_is_the_derivative():
+    """Of sum(K_bar * K), by automatic differentiation of the values."""
+    kernel, x, y, K_bar = RBF(0.7, 2.5), normal(2, 4, 3), normal(2, 5, 3, seed=1), normal(2, 4, 5, seed=2)
+    x.requires_grad_(), y.requires_grad_()
+    K = kernel(x, y)
+    expected = torch.autograd.grad((K_bar * K).sum(), (x, y))
+    with torch.no_grad():
+        torch.testing.assert_close(kernel.backward(x, y, K, K_bar), expected)

@@ -44,7 +44,7 @@ def test_an_epoch_is_natural_gradient_and_adam_steps_in_turn(kind, tmp_path):
     for indices, values in batches:
         features = model.features(indices)
         model.natural_gradient_step(features, values, scale=41 / len(values), rho=0.3)
-        elbo = model.elbo(indices, values, total=41)  # its gradient by autograd, not by the surrogate
+        elbo = model.elbo(indices, values, total=41)  # its gradient by autograd, not by hand
         with torch.no_grad():
             mean, variance, _ = model.q.moments(features.phi, features.residual)
             bound += model.likelihood.bound(values, mean, variance).sum()
@@ -107,3 +107,11 @@ def test_sums_over_an_epoch_are_in_double_precision_for_a_float32_model(tmp_path
     assert module.bound_sum.dtype == module.log_prob_sum.dtype == torch.float64
     states = [state for metric in module.metrics.metrics.values() for state in metric.metric_state.values()]
     assert all(state.dtype == torch.float64 for state in states)
+
+
+def test_a_compiled_step_trains_the_same_model(tmp_path):
+    modules = [make_module("count", compile=compile) for compile in (False, True)]
+    for compile, module in enumerate(modules):
+        fit(module, make_data("count", 15), 3, tmp_path / str(compile))
+    expected, actual = (module.state_dict() for module in modules)
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import gpytorch
 import numpy as np
@@ -7,7 +8,6 @@ import torch
 from scipy.special import gammaln, log_expit
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 
-from ented.inducing import Features
 from ented.kernels import RBF
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.model import ENTED
@@ -253,37 +253,42 @@ def test_a_batch_stands_for_copies_of_itself():
 # gradient in Z and X
 
 
+def gradient_by_hand(model, indices, x, scale):
+    """Of the bound, in Z and X."""
+    features = model.features(indices)
+    G, _, _ = model.feature_gradient(features, x)
+    model.backward(indices, features, -scale * G)
+    return -model.Z.grad, -model.inducing.X.grad
+
+
 @pytest.mark.parametrize("scale", [1.0, 3.5])
 @blocks_1_2_3
 @kinds
-def test_surrogate_has_the_gradient_of_the_dense_bound(kind, blocks, scale):
+def test_gradient_is_that_of_the_dense_bound(kind, blocks, scale):
     model, (indices, x) = make_model(kind, blocks), make_entries(kind)
     parameters = (model.Z, model.inducing.X)
     bound = dense_elbo(kind, *parameters, model.q.mean, model.q.covariance, indices, x, total=scale * ENTRIES)
-    surrogate, _, _ = model.surrogate(model.features(indices), x, scale)
     expected = torch.autograd.grad(bound, parameters)
-    torch.testing.assert_close(torch.autograd.grad(surrogate, parameters), expected, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(gradient_by_hand(model, indices, x, scale), expected, rtol=1e-7, atol=1e-9)
 
 
 @blocks_1_2_3
 @kinds
-def test_surrogate_has_the_gradient_of_the_models_own_bound(kind, blocks):
+def test_gradient_is_that_of_the_models_own_bound(kind, blocks):
     model, (indices, x) = make_model(kind, blocks), make_entries(kind)
     parameters = [model.Z, model.inducing.X]
-    surrogate, _, _ = model.surrogate(model.features(indices), x, 2.0)
     expected = torch.autograd.grad(model.elbo(indices, x, 2 * len(x)), parameters)
-    torch.testing.assert_close(torch.autograd.grad(surrogate, parameters), expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(gradient_by_hand(model, indices, x, 2.0), expected, rtol=1e-9, atol=1e-11)
 
 
 @blocks_1_2_3
 @kinds
-def test_surrogate_has_the_slope_of_the_models_own_bound(kind, blocks):
+def test_gradient_is_the_slope_of_the_models_own_bound(kind, blocks):
     """Central differences of `elbo` along a random direction in Z and X."""
     model, (indices, x) = make_model(kind, blocks), make_entries(kind)
     parameters = (model.Z, model.inducing.X)
     directions = [torch.randn_like(parameter) for parameter in parameters]
-    surrogate, _, _ = model.surrogate(model.features(indices), x, 2.0)
-    gradients = torch.autograd.grad(surrogate, parameters)
+    gradients = gradient_by_hand(model, indices, x, 2.0)
     expected = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True)).item()
 
     def elbo(step):
@@ -296,9 +301,9 @@ def test_surrogate_has_the_slope_of_the_models_own_bound(kind, blocks):
 
 
 @kinds
-def test_surrogate_returns_the_data_term_and_the_mean_of_f(kind):
+def test_feature_gradient_returns_the_data_term_and_the_mean_of_f(kind):
     model, (indices, x) = make_model(kind, 2), make_entries(kind)
-    _, data, mean = model.surrogate(model.features(indices), x, 3.5)
+    _, data, mean = model.feature_gradient(model.features(indices), x)
     with torch.no_grad():
         M = side_by_side(model.Z, indices)
         f_mean, _, kl = dense_posterior(model.inducing.X, M, model.q.mean, model.q.covariance)
@@ -377,8 +382,7 @@ def test_factors_are_the_rows_of_each_mode():
 
 def test_only_the_factor_rows_of_an_entry_feel_it():
     model, indices, x = make_model("count", 2), torch.tensor([[3, 0, 4]]), torch.tensor([9.0], dtype=torch.float64)
-    surrogate, _, _ = model.surrogate(model.features(indices), x, 1.0)
-    (gradient,) = torch.autograd.grad(surrogate - model.log_prior(), model.Z)
+    gradient = gradient_by_hand(model, indices, x, 1.0)[0] + model.Z.detach()  # without log p(Z)
     # row 3 of the first mode, row 0 of the second (after 4 rows), row 4 of the third (after 7)
     assert gradient.any(-1).nonzero().flatten().tolist() == [3, 4, 11]
 
@@ -416,17 +420,18 @@ def test_sizes_that_make_no_model_are_refused(arguments, message):
     assert str(error.value) == message
 
 
-def test_failed_factorisations_are_counted():
+def test_failed_factorisations_are_kept_in_mind():
     model, (indices, x) = make_model("count", 2), make_entries("count")
     features = model.features(indices)
     model.natural_gradient_step(features, x, 1.0, 1.0)
     assert model.failures == 0
     # K's, flagged by the features
-    model.natural_gradient_step(Features(features.phi, features.residual, torch.tensor(3)), x, 1.0, 1.0)
-    assert model.failures == 1
-    # the precision of both blocks, which a negative weight of the data makes indefinite
+    model.natural_gradient_step(replace(features, info=torch.tensor(3)), x, 1.0, 1.0)
+    assert model.failures > 0
+    # that of a precision, which a negative weight of the data makes indefinite
+    model.failures.zero_()
     model.natural_gradient_step(features, x, -100.0, 1.0)
-    assert model.failures == 3
+    assert model.failures > 0
 
 
 @pytest.mark.parametrize("breakage", ["jitter", "nan"])

@@ -1,61 +1,43 @@
 """Sparse orthogonal inducing points: inducing inputs -> whitened features and residual variance.
 
-All blocks of inducing inputs are stacked, X = [B; H; ...]. With K = k(X, X) + jitter I and L = chol(K), the features
-of a batch M of factor rows are
+All blocks of inducing inputs are stacked, X = [B; H; ...]. With K = k(X, X) + jitter I = L L', the features of a batch
+M of factor rows are the rows of
 
-    Phi = L^-1 k(X, M).
+    Phi = k(M, X) L'^-1.
 
 Block Cholesky makes the parts of Phi that belong to B and H the whitened features of SOLVE-GP,
-L_B^-1 k(B, M) and L_C^-1 C(H, M) with C(.,.) = k(.,.) - k(., B) k(B, B)^-1 k(B, .), so one factorisation serves any
+k(M, B) L_B'^-1 and C(M, H) L_C'^-1 with C(.,.) = k(.,.) - k(., B) k(B, B)^-1 k(B, .), so one factorisation serves any
 number of mutually orthogonal processes. (Paper, section "Efficient Orthogonally Decoupled Approximation".)
+
+An entry is a row, here and in `ented.variational`. PyTorch solves in column-major order, so the right-hand sides are
+given, and the solutions taken, as transposes: then nothing is copied from one order to the other.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ented.kernels import RBF
 
 
-class Features(NamedTuple):
+@dataclass
+class Features:
     """What a batch of S entries looks like from the inducing points."""
 
-    phi: Float[Tensor, "... P S"]  # whitened features, all blocks stacked
-    residual: Float[Tensor, "... S"]  # k_nn - |phi_n|^2 >= 0: prior variance that no inducing point explains
+    phi: Float[Tensor, "... S P"]  # whitened features, all blocks side by side
+    diagonal: Float[Tensor, "... S"]  # k_nn
     info: Int[Tensor, "..."]  # non-zero where the Cholesky factorisation failed
+    # and what the backward pass takes up again
+    XM: Float[Tensor, "... P+S Q"]  # X above M
+    K: Float[Tensor, "... P+S P"]  # k(XM, X)
+    L: Float[Tensor, "... P P"]
 
-
-class Whiten(torch.autograd.Function):
-    """Phi = L^-1 K_XM with L = chol(K_XX), and its derivative with respect to K_XX and K_XM.
-
-    Reverse mode of the Cholesky factorisation as in Murray (2016, arXiv:1602.07527); written out because here it needs
-    no more than the product of the incoming adjoint with Phi'. K_XX is (..., P, P), K_XM and Phi are (..., P, S).
-    """
-
-    @staticmethod
-    def forward(ctx, K_XX: Tensor, K_XM: Tensor):
-        L, info = torch.linalg.cholesky_ex(K_XX)
-        phi = torch.linalg.solve_triangular(L, K_XM, upper=False)
-        ctx.save_for_backward(L, phi)
-        ctx.mark_non_differentiable(info)
-        return phi, info
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, G: Tensor, _):
-        L, phi = ctx.saved_tensors
-        # with bars for adjoints, G = Phi-bar:  K_XM-bar = L^-T G
-        grad_XM = torch.linalg.solve_triangular(L.mT, G, upper=True)
-        # L-bar = -tril(K_XM-bar Phi'), so tril(L' L-bar) = -tril(G Phi') =: -T
-        # K_XX-bar = -1/2 L^-T (T + T' - diag T) L^-1
-        T = (G @ phi.mT).tril()
-        symmetric = T + T.tril(-1).mT
-        half = torch.linalg.solve_triangular(L.mT, symmetric, upper=True)
-        grad_XX = -0.5 * torch.linalg.solve_triangular(L, half, upper=False, left=False)
-        return grad_XX, grad_XM
+    @property
+    def residual(self) -> Float[Tensor, "... S"]:
+        """k_nn - |phi_n|^2 >= 0: the prior variance that no inducing point explains."""
+        return (self.diagonal - self.phi.square().sum(-1)).clamp_min(0)
 
 
 class InducingBlocks(nn.Module):
@@ -76,7 +58,37 @@ class InducingBlocks(nn.Module):
 
     def forward(self, kernel: RBF, M: Float[Tensor, "... S Q"]) -> Features:
         """Features of the factor rows `M`."""
-        identity = torch.eye(self.X.shape[-2], dtype=self.X.dtype, device=self.X.device)
-        phi, info = Whiten.apply(kernel(self.X, self.X) + self.jitter * identity, kernel(self.X, M))
-        residual = (kernel.diagonal(M) - phi.square().sum(-2)).clamp_min(0)
-        return Features(phi, residual, info)
+        XM = torch.cat([self.X, M], -2)
+        K = kernel(XM, self.X)
+        K_XX, K_MX = K.tensor_split([self.X.shape[-2]], -2)
+        K_XX = K_XX.clone()
+        K_XX.diagonal(dim1=-2, dim2=-1).add_(self.jitter)
+        L, info = torch.linalg.cholesky_ex(K_XX)
+        phi = torch.linalg.solve_triangular(L, K_MX.mT, upper=False).mT
+        return Features(phi, kernel.diagonal(M), info, XM, K, L)
+
+    @torch.no_grad()
+    def backward(
+        self, kernel: RBF, features: Features, phi_bar: Float[Tensor, "... S P"]
+    ) -> tuple[Float[Tensor, "... P Q"], Float[Tensor, "... S Q"]]:
+        """The derivative in X and M of a function whose derivative in Phi is phi_bar.
+
+        Reverse mode of the Cholesky factorisation as in Murray (2016, arXiv:1602.07527); written out because here it
+        needs no more than the product of phi_bar with Phi. With bars for adjoints,
+
+            K_MX_bar = phi_bar L^-1
+            L_bar    = -tril(K_MX_bar' Phi),  so that  tril(L' L_bar) = -tril(phi_bar' Phi) =: T
+            K_XX_bar = L'^-1 (T - diag(T) / 2) L^-1
+
+        The transpose of K_XX_bar does as well: X stands in the rows and in the columns of k(X, X).
+        """
+        phi, XM, K, L = features.phi, features.XM, features.K, features.L
+        T = (-phi_bar.mT @ phi).tril_()
+        T.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+        half = torch.linalg.solve_triangular(L.mT, T.mT, upper=True)  # (T L^-1)'
+        half = half.contiguous().mT  # the one matrix that has to change its order
+        K_XX_bar = torch.linalg.solve_triangular(L.mT, half, upper=True).mT
+        K_MX_bar = torch.linalg.solve_triangular(L.mT, phi_bar.mT, upper=True).mT
+        XM_bar, X_bar = kernel.backward(XM, self.X, K, torch.cat([K_XX_bar, K_MX_bar], -2))
+        X_again_bar, M_bar = XM_bar.tensor_split([L.shape[-1]], -2)
+        return X_bar + X_again_bar, M_bar

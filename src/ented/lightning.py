@@ -176,7 +176,7 @@ class GradientModule(CompletionModule):
         raise NotImplementedError
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), self.lr)
+        return torch.optim.Adam(self.parameters(), self.lr, fused=True)
 
     def on_train_epoch_start(self) -> None:
         self.loss_sum.zero_()
@@ -200,7 +200,7 @@ class GradientModule(CompletionModule):
 
 
 class GaussianProcessModule(CompletionModule):
-    """What the methods with a `FactorProcess` share: Adam's schedule, and what is read once an epoch.
+    """What the methods with a `FactorProcess` share: Adam under manual optimisation, and what is read once an epoch.
 
     Parameters
     ----------
@@ -210,6 +210,8 @@ class GaussianProcessModule(CompletionModule):
     milestones : shares of the epochs, each of them multiplies lr by 0.3.
     """
 
+    automatic_optimization = False  # the model sets the gradients of Z and X
+
     def __init__(self, kind: str, model: FactorProcess, lr: float, milestones: tuple[float, ...]):
         super().__init__(kind)
         self.model, self.lr, self.milestones = model, lr, milestones
@@ -217,7 +219,7 @@ class GaussianProcessModule(CompletionModule):
         self.register_buffer("bound_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        optimizer = torch.optim.Adam(self.parameters(), self.lr, fused=True)
         epochs = [max(1, round(share * self.trainer.max_epochs)) for share in self.milestones]
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=0.3)]
 
@@ -232,6 +234,10 @@ class GaussianProcessModule(CompletionModule):
 
     def on_validation_start(self) -> None:
         self.check_numbers()
+
+    def on_train_epoch_end(self) -> None:
+        self.check_numbers()
+        self.lr_schedulers().step()
 
     def check_numbers(self) -> None:
         """The one place where the host waits for the device, once an epoch or twice."""
@@ -252,9 +258,8 @@ class ENTEDModule(GaussianProcessModule):
     shape, likelihood, rank, inducing, blocks, init_std, jitter : see `ented.model.ENTED`.
     lr, milestones : of Adam, see `GaussianProcessModule`.
     rho : natural gradient step size in (0, 1].
+    compile : whether `torch.compile` makes one program of the model's part of a step, in the first of them.
     """
-
-    automatic_optimization = False
 
     def __init__(
         self,
@@ -268,10 +273,12 @@ class ENTEDModule(GaussianProcessModule):
         lr: float,
         rho: float,
         milestones: tuple[float, ...] = (),
+        compile: bool = False,
     ):
         model = ENTED(shape, likelihood, rank, inducing, blocks, init_std, jitter)
         super().__init__(likelihood.kind, model, lr, milestones)
         self.rho = rho
+        self.step = torch.compile(model.step) if compile else model.step
         self.register_buffer("log_prob_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
@@ -280,13 +287,8 @@ class ENTEDModule(GaussianProcessModule):
     def training_step(self, batch: Batch, _) -> None:
         indices, values = batch
         scale = len(self.trainer.datamodule.train) / len(values)
-        features = self.model.features(indices)
-        self.model.natural_gradient_step(features, values, scale, self.rho)
-        surrogate, data, mean = self.model.surrogate(features, values, scale)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(-surrogate)
-        optimizer.step()
+        data, mean = self.step(indices, values, scale, self.rho)
+        self.optimizers().step()
         self.bound_sum += data
         self.log_prob_sum += self.model.likelihood.log_prob(values, mean).sum()
 
@@ -299,9 +301,8 @@ class ENTEDModule(GaussianProcessModule):
 
         Both sum what each minibatch gave when its turn came, so they lag behind the model at the end of the epoch.
         """
-        self.check_numbers()
+        super().on_train_epoch_end()
         with torch.no_grad():
             elbo = self.bound_sum - self.model.q.kl() + self.model.log_prior()
         nll = -self.log_prob_sum / len(self.trainer.datamodule.train)
         self.log_dict({"elbo": elbo, "train_nll_plugin": nll}, prog_bar=True)
-        self.lr_schedulers().step()

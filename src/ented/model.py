@@ -63,7 +63,7 @@ class FactorProcess(nn.Module):
         self.Z = nn.Parameter(init_std * torch.randn(sum(self.shape), rank))
         self.inducing = InducingBlocks(inducing, len(self.shape) * rank, init_std, jitter)
         self.register_buffer("offsets", torch.tensor([0, *accumulate(self.shape)][:-1]), persistent=False)
-        # factorisations that failed so far; read once an epoch, so that no step waits for the device
+        # not 0 once a factorisation has failed; read once an epoch, so that no step waits for the device
         self.register_buffer("failures", torch.zeros((), dtype=torch.long), persistent=False)
 
     @property
@@ -75,6 +75,14 @@ class FactorProcess(nn.Module):
         """Whitened features of a batch, differentiable in Z and X."""
         m = embedding(indices + self.offsets, self.Z).flatten(-2)
         return self.inducing(self.kernel, m)
+
+    @torch.no_grad()
+    def backward(self, indices: Int[Tensor, "S D"], features: Features, phi_bar: Float[Tensor, "S P"]) -> None:
+        """Set the gradients of Z and X to those of a loss that has the derivative phi_bar in Phi, less log p(Z)."""
+        X_bar, M_bar = self.inducing.backward(self.kernel, features, phi_bar)
+        rows = (indices + self.offsets).flatten()
+        self.inducing.X.grad = X_bar
+        self.Z.grad = torch.index_add(self.Z, 0, rows, M_bar.reshape(-1, self.Z.shape[-1]))
 
     def log_prior(self) -> Float[Tensor, "..."]:
         """log p(Z), standard normal."""
@@ -132,43 +140,53 @@ class ENTED(FactorProcess):
         return scale * self.likelihood.bound(values, mean, variance).sum(-1) - self.q.kl() + self.log_prior()
 
     @torch.no_grad()
-    def natural_gradient_step(self, features: Features, values: Float[Tensor, "S"], scale: float, rho: float) -> None:
-        """Update q(omega), then move q(u) of every block by a natural gradient step of size rho.
+    def step(
+        self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"], scale: float, rho: float
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "S"]]:
+        """Natural gradient step on q(u); then set the gradients of Z and X, those of minus the bound.
 
-        `scale` is N / S: what one entry of the batch stands for.
+        `scale` is N / S: what one entry of the batch stands for. Returns the sum of the batch's bounds, without the KL,
+        and the posterior mean of f at each entry, both from after the step on q(u).
         """
+        features = self.features(indices)
+        self.natural_gradient_step(features, values, scale, rho)
+        G, data, mean = self.feature_gradient(features, values)
+        self.backward(indices, features, -scale * G)
+        return data, mean
+
+    @torch.no_grad()
+    def natural_gradient_step(self, features: Features, values: Float[Tensor, "S"], scale: float, rho: float) -> None:
+        """Update q(omega), then move q(u) of every block by a natural gradient step of size rho."""
         phi = features.phi
         mean, variance, _ = self.q.moments(phi, features.residual)
         theta = self.likelihood.theta(values, mean, variance)
-        gram = (phi * (scale * theta)[..., None, :]) @ phi.mT
-        linear = (phi @ (scale * self.likelihood.chi(values))[..., None]).squeeze(-1)
+        gram = phi.mT @ ((scale * theta)[..., None] * phi)
+        linear = (phi.mT @ (scale * self.likelihood.chi(values))[..., None]).squeeze(-1)
         info = self.q.natural_gradient_step(gram, linear, rho)
-        self.failures += (info != 0).sum() + (features.info != 0).sum()
+        self.failures += info.sum() + features.info
 
-    def surrogate(
-        self, features: Features, values: Float[Tensor, "S"], scale: float
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "S"]]:
-        """A scalar whose gradient in Z and X is that of the bound, with q held fixed.
+    @torch.no_grad()
+    def feature_gradient(
+        self, features: Features, values: Float[Tensor, "S"]
+    ) -> tuple[Float[Tensor, "S P"], Float[Tensor, ""], Float[Tensor, "S"]]:
+        """Gradient of the batch's data term in the features, with q held fixed: what reaches Z and X goes through them.
 
         q(omega) is optimal for q(u), so the bound's gradient does not pass through it (envelope theorem); neither the
-        KL nor k(m, m) depends on Z and X. The gradient of the data term in the features of block i is
+        KL nor k(m, m) depends on Z and X. For the features of entry n in block i it is
 
-            G_i = m_i (chi - theta mu)' - (S_i phi_i - phi_i) diag(theta).
-
-        `scale` is N / S, as in the natural gradient step.
+            G_in = (chi_n - theta_n mu_n) m_i - theta_n (S_i phi_in - phi_in).
 
         Returns
         -------
-        surrogate : scale <G, Phi> + log p(Z), to be maximised.
+        gradient : G.
         data : sum of the batch's bounds at the current q, without the KL.
         mean : posterior mean of f at each entry.
         """
-        with torch.no_grad():
-            phi = features.phi
-            mean, variance, S_phi = self.q.moments(phi, features.residual)
-            theta = self.likelihood.theta(values, mean, variance)
-            data = self.likelihood.bound(values, mean, variance).sum(-1)
-            gradient_mean = self.likelihood.chi(values) - theta * mean
-            G = self.q.mean.flatten(-2)[..., :, None] * gradient_mean[..., None, :]
-            G = G - (S_phi.flatten(-3, -2) - phi) * theta[..., None, :]
-        return scale * (G * features.phi).sum() + self.log_prior(), data, mean
+        phi = features.phi
+        mean, variance, S_phi = self.q.moments(phi, features.residual)
+        theta = self.likelihood.theta(values, mean, variance)
+        data = self.likelihood.bound(values, mean, variance).sum(-1)
+        gradient_mean = self.likelihood.chi(values) - theta * mean
+        G = gradient_mean[..., None] * self.q.mean.flatten(-2)[..., None, :]
+        G -= theta[..., None] * (S_phi - phi)
+        return G, data, mean

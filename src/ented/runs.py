@@ -28,7 +28,7 @@ from ented.tensor import COOTensor, InputError
 log = logging.getLogger("ented")
 
 # settings that change a run's numbers by no more than rounding
-PLACES = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "threads", "logger", "trainer", "callbacks"}
+PLACES = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "compile", "threads", "logger", "trainer", "callbacks"}
 # and those that count only where the model takes them
 IMMATERIAL = PLACES | {"rank", "lr", "rho", "inducing", "missing"}
 
@@ -206,7 +206,7 @@ def material(settings: dict) -> dict[str, object]:
     """The settings that decide a run's numbers, by their dotted names."""
     leaves = flat({key: value for key, value in settings.items() if key not in IMMATERIAL})
     # a method's own training settings stand at the top, where they can be overridden
-    places = ("dataset.source.data_dir", "model.training.")
+    places = ("dataset.source.data_dir", "model.training.", "model.compile")
     return {key: value for key, value in leaves.items() if not key.startswith(places)}
 
 

@@ -1,6 +1,7 @@
 """What the settings of a run must be."""
 
 import math
+import shutil
 
 import torch
 
@@ -51,6 +52,10 @@ RULES = {
     "a list of shares of the epochs, each above 0 and at most 1": (["protocol.milestones", "model.milestones"], shares),
     "a number or all": (["fold"], lambda value: value == "all" or whole(value)),
     "true or false": (["force"], lambda value: type(value) is bool),
+    "false, or true where there is a C++ compiler": (
+        ["compile"],
+        lambda value: type(value) is bool and (not value or any(map(shutil.which, ("g++", "clang++")))),
+    ),
     "the name of a folder": (["runs_dir"], lambda value: value not in (None, "")),
     "float32 or float64": (["dtype"], lambda value: value in ("float32", "float64")),
     "auto, cpu, or cuda where there is a device": (

@@ -26,16 +26,16 @@ class GaussianBlocks(nn.Module):
         self.register_buffer("covariance", identity.clone())
 
     def moments(
-        self, phi: Float[Tensor, "... P S"], residual: Float[Tensor, "... S"]
-    ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"], Float[Tensor, "... b p S"]]:
-        """Mean and variance of f at each entry, and the products S_i phi_i that the gradient needs too.
+        self, phi: Float[Tensor, "... S P"], residual: Float[Tensor, "... S"]
+    ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"], Float[Tensor, "... S P"]]:
+        """Mean and variance of f at each entry, and the products S_i phi_in that the gradient needs too.
 
         mu_n = sum_i m_i' phi_in,    s2_n = residual_n + sum_i phi_in' S_i phi_in
         """
-        phi = phi.unflatten(-2, self.mean.shape[-2:])  # (..., b, p, S)
-        S_phi = self.covariance @ phi
-        mean = torch.einsum("...bp,...bps->...s", self.mean, phi)
-        return mean, residual + (phi * S_phi).sum((-3, -2)), S_phi
+        mean = (phi @ self.mean.flatten(-2)[..., None]).squeeze(-1)
+        of_blocks = zip(phi.split(self.mean.shape[-1], -1), self.covariance.unbind(-3), strict=True)
+        S_phi = torch.cat([phi_i @ S_i for phi_i, S_i in of_blocks], -1)
+        return mean, residual + (phi * S_phi).sum(-1), S_phi
 
     @torch.no_grad()
     def natural_gradient_step(
@@ -55,19 +55,20 @@ class GaussianBlocks(nn.Module):
         own = G.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # G_ii, (..., b, p, p)
         r = linear.unflatten(-1, (blocks, size))
         # every Lambda_i first: theta is fixed, so they do not depend on each other
-        identity = torch.eye(size, dtype=own.dtype, device=own.device)
-        self.precision.lerp_(identity + own, rho)
+        self.precision.lerp_(own, rho).diagonal(dim1=-2, dim2=-1).add_(rho)
         L, info = torch.linalg.cholesky_ex(self.precision)
         # S_i = L^-T L^-1; torch.cholesky_inverse would wait for the device to see whether it worked
-        L_inverse = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
-        self.covariance.copy_(L_inverse.mT @ L_inverse)
+        identity = torch.eye(size, dtype=L.dtype, device=L.device).expand_as(L)
+        L_inverse = torch.linalg.solve_triangular(L, identity, upper=False)
+        torch.matmul(L_inverse.mT, L_inverse, out=self.covariance)
         for i in range(blocks):
-            others = self.mean.clone()
-            others[..., i, :] = 0
-            coupling = torch.einsum("...pjq,...jq->...p", G[..., i, :, :, :], others)
-            self.eta[..., i, :].lerp_(r[..., i, :] - coupling, rho)
-            m_i = torch.einsum("...pq,...q->...p", self.covariance[..., i, :, :], self.eta[..., i, :])
-            self.mean[..., i, :].copy_(m_i)
+            target = r[..., i, :, None]
+            for j in range(blocks):
+                if j != i:
+                    target = target - G[..., i, :, j, :] @ self.mean[..., j, :, None]
+            self.eta[..., i, :].lerp_(target.squeeze(-1), rho)
+            m_i = self.covariance[..., i, :, :] @ self.eta[..., i, :, None]
+            self.mean[..., i, :].copy_(m_i.squeeze(-1))
         return info
 
     def kl(self) -> Float[Tensor, "..."]:

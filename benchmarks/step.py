@@ -1,0 +1,214 @@
+"""Time of a training step: this project's methods beside GPyTorch's SVGP with natural gradients, in one process.
+
+    python benchmarks/step.py                                   the grid of results/speed.csv
+    python benchmarks/step.py --points 100 --batch 128 --dtype float32 --threads 1
+
+Every method gets the same entries, factors and total number of inducing points, and all take turns: a few steps of one,
+a few of the next, and around again. What is written is the median over the rounds, in milliseconds a step.
+
+ented            ENTED with two blocks, and Adam
+ented compiled   the same through torch.compile
+ented trainer    the same in Lightning's loop, with its data loader and logging
+gptf_pg          one block
+gptf             q(u) by Adam too
+gpytorch         VariationalStrategy, NaturalVariationalDistribution, NGD and Adam, with its Bernoulli (probit) likelihood
+"""
+
+import argparse
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+
+import gpytorch
+import lightning as L
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from baselines.gptf import GPTF
+from ented.datamodule import COODataModule
+from ented.lightning import ENTEDModule
+from ented.likelihoods import Bernoulli
+from ented.model import ENTED
+from ented.tensor import COOTensor
+
+SHAPE, RANK, ENTRIES = (203, 203, 200), 3, 6_206  # Enron's
+LR, RHO = 1e-3, 0.1
+
+Step = Callable[[Tensor, Tensor], None]
+
+
+def entries() -> COOTensor:
+    """Zeros and ones at random cells: the time of a step does not depend on what they are."""
+    random = torch.Generator().manual_seed(0)
+    indices = torch.stack([torch.randint(size, (ENTRIES,), generator=random) for size in SHAPE], 1)
+    return COOTensor(indices, torch.randint(2, (ENTRIES,), generator=random).double(), SHAPE)
+
+
+def ented(points: int, blocks: int = 2, compiled: bool = False) -> Step:
+    model = ENTED(SHAPE, Bernoulli(), RANK, points, blocks)
+    adam = torch.optim.Adam(model.parameters(), LR, fused=True)
+    ascend = torch.compile(model.step) if compiled else model.step
+
+    def step(indices: Tensor, values: Tensor) -> None:
+        ascend(indices, values, ENTRIES / len(values), RHO)
+        adam.step()
+
+    return step
+
+
+def gptf(points: int) -> Step:
+    module = GPTF(SHAPE, Bernoulli(), RANK, points)
+    adam = torch.optim.Adam(module.parameters(), LR, fused=True)
+
+    def step(indices: Tensor, values: Tensor) -> None:
+        module.step(indices, values, ENTRIES / len(values))
+        adam.step()
+
+    return step
+
+
+class SVGP(gpytorch.models.ApproximateGP):
+    """Whitened inducing values with natural parameters, learned inducing inputs, the RBF kernel with bandwidth one."""
+
+    def __init__(self, points: int):
+        q = gpytorch.variational.NaturalVariationalDistribution(points)
+        inputs = 0.5 * torch.randn(points, RANK * len(SHAPE))
+        super().__init__(gpytorch.variational.VariationalStrategy(self, inputs, q, learn_inducing_locations=True))
+        self.mean, self.kernel = gpytorch.means.ZeroMean(), gpytorch.kernels.RBFKernel()
+        self.kernel.lengthscale = 1.0
+        self.kernel.raw_lengthscale.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
+
+
+def gpytorchs(points: int) -> Step:
+    model, likelihood = SVGP(points), gpytorch.likelihoods.BernoulliLikelihood()
+    Z = torch.nn.Parameter(0.5 * torch.randn(sum(SHAPE), RANK))
+    offsets = torch.tensor([0, SHAPE[0], SHAPE[0] + SHAPE[1]])
+    elbo = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=ENTRIES)
+    ngd = gpytorch.optim.NGD(model.variational_parameters(), num_data=ENTRIES, lr=RHO)
+    others = [parameter for parameter in model.hyperparameters() if parameter.requires_grad]
+    adam = torch.optim.Adam([Z, *others], LR, fused=True)
+
+    def step(indices: Tensor, values: Tensor) -> None:
+        ngd.zero_grad()
+        adam.zero_grad()
+        loss = -elbo(model(embedding(indices + offsets, Z).flatten(-2)), values) + Z.square().sum() / (2 * ENTRIES)
+        loss.backward()
+        ngd.step()
+        adam.step()
+
+    return step
+
+
+METHODS: dict[str, Callable[[int], Step]] = {
+    "ented": ented,
+    "ented compiled": lambda points: ented(points, compiled=True),
+    "gptf_pg": lambda points: ented(points, blocks=1),
+    "gptf": gptf,
+    "gpytorch": gpytorchs,
+}
+
+
+def seconds(step: Step, batches: list[tuple[Tensor, Tensor]]) -> float:
+    """Time of one step."""
+    start = time.perf_counter()
+    for indices, values in batches:
+        step(indices, values)
+    return (time.perf_counter() - start) / len(batches)
+
+
+class Stopwatch(L.Callback):
+    """Time from the first step's start to the last one's end, in all epochs but the first."""
+
+    def on_train_epoch_start(self, trainer, pl_module) -> None:
+        if trainer.current_epoch == 1:
+            self.start, self.steps = time.perf_counter(), trainer.global_step
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        self.seconds = (time.perf_counter() - self.start) / (trainer.global_step - self.steps)
+
+
+def trainer_seconds(data: COOTensor, points: int, batch: int, dtype: torch.dtype, steps: int) -> float:
+    """Time of a step in Lightning's loop, with all that src/train.py does in an epoch but its checkpoint."""
+    module = ENTEDModule(SHAPE, Bernoulli(), RANK, points, 2, 0.5, 1e-4, LR, RHO)
+    stopwatch, epochs = Stopwatch(), 1 + max(1, round(steps * batch / ENTRIES))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        logger=False,
+        callbacks=[stopwatch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        log_every_n_steps=10**9,
+    )
+    trainer.fit(module, COODataModule(data, data, batch, 0, dtype=dtype))
+    return stopwatch.seconds
+
+
+def measure(methods: list[str], points: int, batch: int, dtype: torch.dtype, rounds: int, turn: float) -> dict:
+    """Median milliseconds a step of each method; one turn of one method takes about `turn` seconds."""
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(0)
+    data = entries()
+    order = torch.randperm(ENTRIES).split(batch)
+    batches = [(data.indices[rows], data.values[rows].to(dtype)) for rows in order if len(rows) == batch]
+    batches = batches * (1 + 100 // len(batches))
+    steps = {name: METHODS[name](points) for name in methods if name != "ented trainer"}
+    counts = {}
+    for name, step in steps.items():
+        seconds(step, batches[:3])  # warm, and compiled
+        counts[name] = max(1, min(len(batches), round(turn / seconds(step, batches[:3]))))
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(rounds):
+        for name in methods:
+            if name == "ented trainer":
+                times[name].append(trainer_seconds(data, points, batch, dtype, counts["ented"]))
+            else:
+                times[name].append(seconds(steps[name], batches[: counts[name]]))
+    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=int, nargs="+", default=[8, 16, 32, 64, 100, 128, 256, 512, 1024])
+    parser.add_argument("--batch", type=int, nargs="+", default=[128, 4096])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "float64"], choices=["float32", "float64"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    methods = ["ented", "ented compiled", "ented trainer", "gptf_pg", "gptf", "gpytorch"]
+    parser.add_argument("--methods", nargs="+", default=methods, choices=methods)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--turn", type=float, default=0.2, help="seconds that a method has in a round")
+    parser.add_argument("--csv", type=Path)
+    arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    rows = []
+    for threads, dtype, batch, points in product(arguments.threads, arguments.dtype, arguments.batch, arguments.points):
+        torch.set_num_threads(threads)
+        torch._dynamo.reset()
+        times = measure(arguments.methods, points, batch, getattr(torch, dtype), arguments.rounds, arguments.turn)
+        for name, milliseconds in times.items():
+            row = {"method": name, "points": points, "batch": batch, "dtype": dtype, "threads": threads}
+            row["milliseconds"] = round(milliseconds, 4)
+            row["gpytorch_ratio"] = round(times["gpytorch"] / milliseconds, 3) if "gpytorch" in times else None
+            rows.append(row)
+            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        if arguments.csv:
+            made = {"torch": torch.__version__, "gpytorch": version("gpytorch"), "lightning": version("lightning")}
+            pd.DataFrame(rows).assign(**made).to_csv(arguments.csv, index=False)
+
+
+if __name__ == "__main__":
+    main()

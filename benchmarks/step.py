@@ -1,6 +1,6 @@
 """Time of a training step: this project's methods beside GPyTorch's SVGP with natural gradients, in one process.
 
-    python benchmarks/step.py                                   the grid of results/speed.csv
+    python benchmarks/step.py --csv results/speed.csv           the whole grid; started again, what is missing of it
     python benchmarks/step.py --points 100 --batch 128 --dtype float32 --threads 1
 
 Every method gets the same entries, factors and total number of inducing points, and all take turns: a few steps of one,
@@ -11,7 +11,7 @@ ented compiled   the same through torch.compile
 ented trainer    the same in Lightning's loop, with its data loader and logging
 gptf_pg          one block
 gptf             q(u) by Adam too
-gpytorch         VariationalStrategy, NaturalVariationalDistribution, NGD and Adam, with its Bernoulli (probit) likelihood
+gpytorch         VariationalStrategy, NaturalVariationalDistribution, NGD and Adam; its Bernoulli likelihood (probit)
 """
 
 import argparse
@@ -194,20 +194,25 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    rows = []
-    for threads, dtype, batch, points in product(arguments.threads, arguments.dtype, arguments.batch, arguments.points):
+    done = pd.read_csv(arguments.csv) if arguments.csv and arguments.csv.exists() else pd.DataFrame()
+    made = {"torch": torch.__version__, "gpytorch": version("gpytorch"), "lightning": version("lightning")}
+    for cell in product(arguments.threads, arguments.dtype, arguments.batch, arguments.points):
+        threads, dtype, batch, points = cell
+        if len(done) and (done[["threads", "dtype", "batch", "points"]] == list(cell)).all(axis=1).any():
+            continue
         torch.set_num_threads(threads)
         torch._dynamo.reset()
         times = measure(arguments.methods, points, batch, getattr(torch, dtype), arguments.rounds, arguments.turn)
+        rows = []
         for name, milliseconds in times.items():
             row = {"method": name, "points": points, "batch": batch, "dtype": dtype, "threads": threads}
             row["milliseconds"] = round(milliseconds, 4)
             row["gpytorch_ratio"] = round(times["gpytorch"] / milliseconds, 3) if "gpytorch" in times else None
-            rows.append(row)
+            rows.append(row | made)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        done = pd.concat([done, pd.DataFrame(rows)])
         if arguments.csv:
-            made = {"torch": torch.__version__, "gpytorch": version("gpytorch"), "lightning": version("lightning")}
-            pd.DataFrame(rows).assign(**made).to_csv(arguments.csv, index=False)
+            done.to_csv(arguments.csv, index=False)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ented.distributed import all_reduce, processes
 from ented.inducing import Features
 from ented.lightning import Batch, GaussianProcessModule
 from ented.likelihoods import PolyaGamma
@@ -56,7 +57,7 @@ class GPTF(GaussianProcessModule):
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
         self.likelihood.standardise(values)
 
-    def bound(self, features: Features, values: Float[Tensor, "S"]) -> Float[Tensor, ""]:
+    def data_term(self, features: Features, values: Float[Tensor, "S"]) -> Float[Tensor, ""]:
         """The data term of the ELBO, summed over the batch."""
         mean, variance = self.q.moments(features.phi, features.residual)
         return self.likelihood.bound(values, mean, variance).sum()
@@ -70,26 +71,25 @@ class GPTF(GaussianProcessModule):
             features = self.model.features(indices)
         # automatic differentiation down to the features, and from there by hand
         features.phi.requires_grad_()
-        data = self.bound(features, values)
-        parameters = [*self.q.parameters(), *self.likelihood.parameters(), features.phi]
-        gradients = torch.autograd.grad(self.q.kl() - scale * data, parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        data = self.data_term(features, values)
+        parameters = [*self.q.parameters(), *self.likelihood.parameters()]
+        *gradients, phi_bar = torch.autograd.grad(self.q.kl() / processes() - scale * data, [*parameters, features.phi])
+        for parameter, gradient in zip(parameters, all_reduce(*gradients), strict=True):
             parameter.grad = gradient
-        self.model.backward(indices, features, features.phi.grad)
+        self.model.backward(indices, features, phi_bar)
         self.model.failures += features.info
         return data.detach()
 
-    def training_step(self, batch: Batch, _) -> None:
+    def training_step(self, batch: Batch, batch_index: int) -> None:
         indices, values = batch
-        scale = len(self.trainer.datamodule.train) / len(values)
-        self.bound_sum += self.step(indices, values, scale)
+        self.bound_sum += self.step(indices, values, self.trainer.datamodule.scale(batch_index))
         self.optimizers().step()
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's bound, whose data term sums what each minibatch gave when its turn came."""
         super().on_train_epoch_end()
         with torch.no_grad():
-            self.log("elbo", self.bound_sum - self.q.kl() + self.model.log_prior(), prog_bar=True)
+            self.log("elbo", self.bound() - self.q.kl() + self.model.log_prior(), prog_bar=True)
 
 
 class CholeskyGaussian(nn.Module):

@@ -31,6 +31,8 @@ from omegaconf.errors import OmegaConfBaseException
 from baselines.main_effects import MainEffects
 from ented.datamodule import COODataModule
 from ented.datasets import Dataset
+from ented.distributed import connect, is_first, wait_for_all
+from ented.lightning import GaussianProcessModule, SummedStrategy
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
 from ented.predictive import Predictive
@@ -52,7 +54,8 @@ def main(cfg: DictConfig) -> None:
     except (InputError, HydraException, OmegaConfBaseException) as error:
         if FULL_ERROR:
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)  # the other cells of a grid go on
+        if is_first():
+            print(f"error: {one_line(error)}", file=sys.stderr)  # the other cells of a grid go on
         failed = True
 
 
@@ -69,6 +72,7 @@ def train(cfg: DictConfig) -> None:
     config = OmegaConf.to_container(cfg, resolve=True)
     check(config)
     torch.set_num_threads(cfg.threads)
+    join(cfg)
     dataset: Dataset = instantiate(cfg.dataset.source)
     if len(dataset.shape) < 2:
         raise InputError(f"dataset={cfg.dataset.name} has one mode: a decomposition needs two or more")
@@ -104,9 +108,12 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
 
         # made before the folder, so that settings which do not fit leave nothing behind
         fitted, all_entries, part = module(), data(0), data(cfg.protocol.held_out)
+        if cfg.trainer.strategy == "ddp" and not isinstance(fitted, GaussianProcessModule):
+            raise InputError(f"trainer=ddp: model={cfg.model.name} runs on one device")
         if fitted.all_entries and cfg.batch_size != "all":
             raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
         run.open(cfg.force)
+        wait_for_all()
         epochs = cfg.epochs
         if cfg.protocol.held_out:
             epochs = choose_epochs(cfg, run.path / "holdout", module(), part)
@@ -124,6 +131,26 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
             "%s  fold %d  %s  %d epochs  %.1f s  %s", title(cfg), fold, numbers, epochs, recorder.seconds, run.path
         )
     return result
+
+
+def join(cfg: DictConfig) -> None:
+    """Meet the other processes of torchrun, where trainer=ddp asks for them."""
+    started = "LOCAL_WORLD_SIZE" in os.environ
+    if started != (cfg.trainer.strategy == "ddp"):
+        raise InputError(
+            "trainer=ddp and torchrun need each other: torchrun --nproc-per-node 4 src/train.py trainer=ddp"
+        )
+    if started:
+        connect("nccl" if accelerator(cfg) == "cuda" else "gloo")
+    if not is_first():
+        log.setLevel(logging.ERROR)
+
+
+def accelerator(cfg: DictConfig) -> str:
+    """Not Lightning's own choice, which takes Apple's GPU too; that has no float64."""
+    if cfg.trainer.accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return cfg.trainer.accelerator
 
 
 @contextmanager
@@ -149,24 +176,26 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
         epochs = best_epoch(recorder.rows, cfg.protocol.patience)
         score = held_out_score(recorder.rows)
         best = finite(recorder.rows[epochs - 1][score])
-        write(chosen, json.dumps({"epochs": epochs, score: best}) + "\n")
+        choice = {"epochs": epochs, score: best}
+        write(chosen, json.dumps(choice) + "\n")
         if best is None:
             log.warning("%s, on held-out training entries, is not a finite number after any epoch", score)
         if epochs == cfg.epochs:
             log.warning("%s, on held-out training entries, was still falling after epochs=%d", score, epochs)
-    choice = read_json(chosen)
+    else:
+        choice = read_json(chosen)
     log.info("the fit of lowest score on held-out training entries: %s", choice)
     return choice["epochs"]
 
 
 def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logger=False) -> L.Trainer:
     """Train for a number of epochs, from the recorder's checkpoint where there is one."""
-    accelerator = cfg.trainer.accelerator
-    if accelerator == "auto":  # not Lightning's, which takes Apple's GPU too; that has no float64
-        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     trainer = L.Trainer(
-        accelerator=accelerator,
-        devices=1,
+        accelerator=accelerator(cfg),
+        strategy=SummedStrategy() if cfg.trainer.strategy == "ddp" else "auto",
+        devices=local,
+        num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // local,
         max_epochs=epochs,
         logger=logger,
         callbacks=[*filter(None, instantiate(cfg.callbacks).values()), recorder],
@@ -196,7 +225,7 @@ def usable(checkpoint: Path) -> Path | None:
 @contextmanager
 def tracker(cfg: DictConfig, run: RunFolder):
     """The experiment tracker that the config asks for, False for none; closed at the end, also after an error."""
-    if not cfg.logger:
+    if not cfg.logger or not is_first():
         yield False
         return
     import wandb

@@ -69,7 +69,7 @@ def expectation(function, mean, variance):
 
 def elbo(module, indices, x, scale):
     """The bound with its gradient by automatic differentiation all the way."""
-    return scale * module.bound(module.model.features(indices), x) - module.q.kl() + module.model.log_prior()
+    return scale * module.data_term(module.model.features(indices), x) - module.q.kl() + module.model.log_prior()
 
 
 # the bound
@@ -158,7 +158,7 @@ def test_the_bound_lies_below_the_log_marginal_likelihood_and_closes_in():
 
         def loss(module=module, features=features, x=x, optimizer=optimizer, exact=exact, gaps=gaps):
             optimizer.zero_grad()
-            bound = module.bound(features, x) - module.q.kl()
+            bound = module.data_term(features, x) - module.q.kl()
             gaps.append(exact - bound.item())
             (-bound).backward()
             return -bound
@@ -234,7 +234,7 @@ def test_an_epoch_is_adam_steps_on_the_bound(kind, tmp_path):
         optimizer.zero_grad()
         (-elbo(reference, indices, values, 41 / len(values))).backward()
         with torch.no_grad():
-            bound += reference.bound(reference.model.features(indices), values)
+            bound += reference.data_term(reference.model.features(indices), values)
         optimizer.step()
     with torch.no_grad():
         bound += reference.model.log_prior() - reference.q.kl()

@@ -32,12 +32,19 @@ class EpochBatches(Sampler):
 
     The batches of an epoch differ in size by one entry at most, so none of them weighs a few entries as if they were
     a whole batch.
+
+    Parameters
+    ----------
+    entries : of an epoch.
+    batch_size : entries of a batch, at most, in all processes together.
+    seed : see above.
+    process, processes : the part of each batch that this process takes.
     """
 
-    def __init__(self, entries: int, batch_size: int, seed: int):
+    def __init__(self, entries: int, batch_size: int, seed: int, process: int = 0, processes: int = 1):
         self.entries = entries
         self.batches = -(-entries // batch_size)
-        self.seed = seed
+        self.seed, self.process, self.processes = seed, process, processes
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -51,7 +58,12 @@ class EpochBatches(Sampler):
         # a generator, so that the epoch is read when the first batch is asked for: where a fit is resumed,
         # Lightning makes the iterator before it sets the epoch
         order = torch.randperm(self.entries, generator=generator(self.seed, self.epoch))
-        yield from order.tensor_split(self.batches)
+        for rows in order.tensor_split(self.batches):
+            yield rows.tensor_split(self.processes)[self.process]
+
+    def size(self, batch: int) -> int:
+        """Entries of a batch, in all processes together."""
+        return self.entries // self.batches + (batch < self.entries % self.batches)
 
 
 class COODataModule(L.LightningDataModule):
@@ -93,24 +105,38 @@ class COODataModule(L.LightningDataModule):
             self.validation = train.subset(order[:size])
             self.train = train.subset(order[size:])
 
+    @property
+    def process(self) -> tuple[int, int]:
+        """This process, and how many the fit has."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def scale(self, batch: int) -> float:
+        """N / S: how many training entries one entry of a minibatch stands for."""
+        if self.batch_size == "all":
+            return 1.0
+        return len(self.train) / EpochBatches(len(self.train), self.batch_size, self.seed).size(batch)
+
     def train_dataloader(self) -> DataLoader:
         if self.batch_size == "all":
             batches = [torch.arange(len(self.train))]
         else:
-            batches = EpochBatches(len(self.train), self.batch_size, self.seed)
+            batches = EpochBatches(len(self.train), self.batch_size, self.seed, *self.process)
         pin = torch.cuda.is_available()  # so that the copy to the device does not wait
         return DataLoader(Entries(self.train, self.dtype), sampler=batches, batch_size=None, pin_memory=pin)
 
     def val_dataloader(self) -> DataLoader | list:
-        return self._in_order(self.validation) if self.validation else []
+        return self._in_order(self.validation, *self.process) if self.validation else []
 
     def test_dataloader(self) -> DataLoader:
+        return self._in_order(self.test, *self.process)
+
+    def predict_dataloader(self) -> DataLoader:
+        """All test entries, in each process."""
         return self._in_order(self.test)
 
-    predict_dataloader = test_dataloader
-
-    def _in_order(self, tensor: COOTensor) -> DataLoader:
-        batches = torch.arange(len(tensor)).split(EVALUATION_BATCH)
+    def _in_order(self, tensor: COOTensor, process: int = 0, processes: int = 1) -> DataLoader:
+        """The part of the entries that a process evaluates, each entry in one process."""
+        batches = torch.arange(len(tensor)).tensor_split(processes)[process].split(EVALUATION_BATCH)
         # float64 whatever the model's dtype: metrics are computed in double precision
         return DataLoader(Entries(tensor, torch.float64), sampler=batches, batch_size=None)
 

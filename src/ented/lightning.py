@@ -5,8 +5,10 @@ import logging
 import lightning as L
 import torch
 from jaxtyping import Bool, Float, Int
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from ented.distributed import all_reduce
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
 from ented.model import ENTED, FactorProcess
@@ -199,6 +201,13 @@ class GradientModule(CompletionModule):
             raise InputError(f"the loss is not finite in epoch {self.current_epoch + 1}: lower lr=")
 
 
+class SummedStrategy(DDPStrategy):
+    """One process a device, and no wrapper around the module: `GaussianProcessModule` sums over them by itself."""
+
+    def configure_ddp(self) -> None:
+        pass
+
+
 class GaussianProcessModule(CompletionModule):
     """What the methods with a `FactorProcess` share: Adam under manual optimisation, and what is read once an epoch.
 
@@ -239,6 +248,11 @@ class GaussianProcessModule(CompletionModule):
         self.check_numbers()
         self.lr_schedulers().step()
 
+    def bound(self) -> Float[Tensor, ""]:
+        """Sum of the bounds of the epoch's entries, without the KL."""
+        (bound,) = all_reduce(self.bound_sum)
+        return bound
+
     def check_numbers(self) -> None:
         """The one place where the host waits for the device, once an epoch or twice."""
         if self.model.failures:
@@ -246,7 +260,7 @@ class GaussianProcessModule(CompletionModule):
                 f"a Cholesky factorisation failed in epoch {self.current_epoch + 1}: "
                 f"raise model.jitter (now {self.model.inducing.jitter:g}) or use dtype=float64"
             )
-        if not torch.isfinite(self.bound_sum):
+        if not torch.isfinite(self.bound()):
             raise InputError(f"the bound is not finite in epoch {self.current_epoch + 1}: lower lr= or rho=")
 
 
@@ -284,10 +298,9 @@ class ENTEDModule(GaussianProcessModule):
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         return self.model.predictive(indices)
 
-    def training_step(self, batch: Batch, _) -> None:
+    def training_step(self, batch: Batch, batch_index: int) -> None:
         indices, values = batch
-        scale = len(self.trainer.datamodule.train) / len(values)
-        data, mean = self.step(indices, values, scale, self.rho)
+        data, mean = self.step(indices, values, self.trainer.datamodule.scale(batch_index), self.rho)
         self.optimizers().step()
         self.bound_sum += data
         self.log_prob_sum += self.model.likelihood.log_prob(values, mean).sum()
@@ -303,6 +316,7 @@ class ENTEDModule(GaussianProcessModule):
         """
         super().on_train_epoch_end()
         with torch.no_grad():
-            elbo = self.bound_sum - self.model.q.kl() + self.model.log_prior()
-        nll = -self.log_prob_sum / len(self.trainer.datamodule.train)
+            elbo = self.bound() - self.model.q.kl() + self.model.log_prior()
+        (log_prob_sum,) = all_reduce(self.log_prob_sum)
+        nll = -log_prob_sum / len(self.trainer.datamodule.train)
         self.log_dict({"elbo": elbo, "train_nll_plugin": nll}, prog_bar=True)

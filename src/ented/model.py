@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from ented.distributed import all_reduce
 from ented.inducing import Features, InducingBlocks
 from ented.kernels import RBF
 from ented.likelihoods import LatentGaussian, PolyaGamma
@@ -81,8 +82,9 @@ class FactorProcess(nn.Module):
         """Set the gradients of Z and X to those of a loss that has the derivative phi_bar in Phi, less log p(Z)."""
         X_bar, M_bar = self.inducing.backward(self.kernel, features, phi_bar)
         rows = (indices + self.offsets).flatten()
-        self.inducing.X.grad = X_bar
-        self.Z.grad = torch.index_add(self.Z, 0, rows, M_bar.reshape(-1, self.Z.shape[-1]))
+        Z_bar = torch.zeros_like(self.Z).index_add_(0, rows, M_bar.reshape(-1, self.Z.shape[-1]))
+        self.inducing.X.grad, Z_bar = all_reduce(X_bar, Z_bar)
+        self.Z.grad = Z_bar + self.Z
 
     def log_prior(self) -> Float[Tensor, "..."]:
         """log p(Z), standard normal."""
@@ -145,8 +147,9 @@ class ENTED(FactorProcess):
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "S"]]:
         """Natural gradient step on q(u); then set the gradients of Z and X, those of minus the bound.
 
-        `scale` is N / S: what one entry of the batch stands for. Returns the sum of the batch's bounds, without the KL,
-        and the posterior mean of f at each entry, both from after the step on q(u).
+        `scale` is N / S: what one entry of the batch stands for. Where the fit has several processes, each has a part
+        of the batch; their sums make the step, and S counts all entries of the batch. Returns the sum of the bounds of
+        this part, without the KL, and the posterior mean of f at each entry, both from after the step on q(u).
         """
         features = self.features(indices)
         self.natural_gradient_step(features, values, scale, rho)
@@ -162,7 +165,7 @@ class ENTED(FactorProcess):
         theta = self.likelihood.theta(values, mean, variance)
         gram = phi.mT @ ((scale * theta)[..., None] * phi)
         linear = (phi.mT @ (scale * self.likelihood.chi(values))[..., None]).squeeze(-1)
-        info = self.q.natural_gradient_step(gram, linear, rho)
+        info = self.q.natural_gradient_step(*all_reduce(gram, linear), rho)
         self.failures += info.sum() + features.info
 
     @torch.no_grad()

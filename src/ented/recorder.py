@@ -52,7 +52,8 @@ class Recorder(Checkpoint):
         if self.patience is not None and len(self.rows) >= best_epoch(self.rows, self.patience) + self.patience:
             trainer.should_stop = True
         last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
-        if last or time.monotonic() - self._saved >= self.checkpoint_seconds:
+        due = last or time.monotonic() - self._saved >= self.checkpoint_seconds
+        if trainer.strategy.broadcast(due):  # all processes take part, when the first one's clock says so
             self._save(trainer)
 
     def _save(self, trainer: L.Trainer) -> None:
@@ -60,7 +61,8 @@ class Recorder(Checkpoint):
         write(self.folder / "epochs.csv", pd.DataFrame(self.rows).to_csv(index=False))
         partial = self.folder / "last.ckpt.partial"
         trainer.save_checkpoint(partial)
-        os.replace(partial, self.checkpoint)
+        if trainer.is_global_zero:
+            os.replace(partial, self.checkpoint)
         self._saved = time.monotonic()
 
 

@@ -23,6 +23,7 @@ import pandas as pd
 import yaml
 from torch import Tensor
 
+from ented.distributed import is_first
 from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
@@ -91,8 +92,10 @@ class RunFolder:
     def open(self, force: bool) -> None:
         """Make the folder, or go on in the one that an earlier start with the same settings left.
 
-        What another start left there is removed, and with `force` everything.
+        What another start left there is removed, and with `force` everything. Of several processes, the first does it.
         """
+        if not is_first():
+            return
         if self.difference() and not force:
             log.warning("an unfinished run with %s, is started afresh", self.difference())
         if self.difference() or force:
@@ -196,7 +199,9 @@ def read_json(file: Path) -> dict:
 
 
 def write(file: Path, text: str) -> None:
-    """Replace a file in one step: a kill leaves the old one or the new one."""
+    """Replace a file in one step: a kill leaves the old one or the new one. Of several processes, the first writes."""
+    if not is_first():
+        return
     partial = file.with_name(file.name + ".partial")
     partial.write_text(text)
     os.replace(partial, file)

@@ -1,0 +1,42 @@
+"""A fit with several processes, started by torchrun: what one of them does, and sums over all."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_first() -> bool:
+    """Whether this process writes the files and speaks to the user."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def connect(backend: str) -> None:
+    """Let the processes that torchrun started find each other."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend)
+
+
+def wait_for_all() -> None:
+    """Go on when every process has come here."""
+    if is_distributed():
+        dist.barrier()
+
+
+def processes() -> int:
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def all_reduce(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The sum of each tensor over all processes, in one message; the tensors themselves where there is one process."""
+    if not is_distributed():
+        return tensors
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return tuple(part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True))
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -140,7 +140,8 @@ class Stopwatch(L.Callback):
 def trainer_seconds(data: COOTensor, points: int, batch: int, dtype: torch.dtype, steps: int) -> float:
     """Time of a step in Lightning's loop, with all that src/train.py does in an epoch but its checkpoint."""
     module = ENTEDModule(SHAPE, Bernoulli(), RANK, points, 2, 0.5, 1e-4, LR, RHO)
-    stopwatch, epochs = Stopwatch(), 1 + max(1, round(steps * batch / ENTRIES))
+    data = data.subset(torch.arange(len(data) // batch * batch))  # so that all minibatches have this size
+    stopwatch, epochs = Stopwatch(), 1 + max(1, round(steps * batch / len(data)))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

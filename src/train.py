@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from baselines.main_effects import MainEffects
 from ented.datamodule import COODataModule
 from ented.datasets import Dataset
-from ented.distributed import connect, is_first, wait_for_all
+from ented.distributed import connect, is_first, processes, wait_for_all
 from ented.lightning import GaussianProcessModule, SummedStrategy
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
@@ -54,8 +54,9 @@ def main(cfg: DictConfig) -> None:
     except (InputError, HydraException, OmegaConfBaseException) as error:
         if FULL_ERROR:
             raise
-        if is_first():
-            print(f"error: {one_line(error)}", file=sys.stderr)  # the other cells of a grid go on
+        print(f"error: {one_line(error)}", file=sys.stderr)  # the other cells of a grid go on
+        if processes() > 1:  # but not without this process
+            sys.exit(1)
         failed = True
 
 
@@ -110,6 +111,8 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
         fitted, all_entries, part = module(), data(0), data(cfg.protocol.held_out)
         if cfg.trainer.strategy == "ddp" and not isinstance(fitted, GaussianProcessModule):
             raise InputError(f"trainer=ddp: model={cfg.model.name} runs on one device")
+        if processes() > min(len(test), len(part.validation or test)):
+            raise InputError(f"{processes()} processes are more than the entries to evaluate: start fewer")
         if fitted.all_entries and cfg.batch_size != "all":
             raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
         run.open(cfg.force)

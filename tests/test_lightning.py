@@ -5,6 +5,7 @@ import copy
 import lightning as L
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from training import fit
 
 from ented.datamodule import COODataModule
@@ -110,8 +111,10 @@ def test_sums_over_an_epoch_are_in_double_precision_for_a_float32_model(tmp_path
 
 
 def test_a_compiled_step_trains_the_same_model(tmp_path):
+    counters.clear()
     modules = [make_module("count", compile=compile) for compile in (False, True)]
     for compile, module in enumerate(modules):
         fit(module, make_data("count", 15), 3, tmp_path / str(compile))
     expected, actual = (module.state_dict() for module in modules)
     torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
+    assert counters["frames"]["ok"] > 0

@@ -118,7 +118,8 @@ class COODataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         if self.batch_size == "all":
-            batches = [torch.arange(len(self.train))]
+            process, processes = self.process
+            batches = [torch.arange(len(self.train)).tensor_split(processes)[process]]
         else:
             batches = EpochBatches(len(self.train), self.batch_size, self.seed, *self.process)
         pin = torch.cuda.is_available()  # so that the copy to the device does not wait

@@ -116,7 +116,7 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
         if fitted.all_entries and cfg.batch_size != "all":
             raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
         run.open(cfg.force)
-        wait_for_all()
+        wait_for_all()  # until the first process has cleared away what another start left
         epochs = cfg.epochs
         if cfg.protocol.held_out:
             epochs = choose_epochs(cfg, run.path / "holdout", module(), part)
@@ -137,7 +137,7 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
 
 
 def join(cfg: DictConfig) -> None:
-    """Meet the other processes of torchrun, where trainer=ddp asks for them."""
+    """Meet the other processes of torchrun, where trainer=ddp asks for them; only the first writes log lines."""
     started = "LOCAL_WORLD_SIZE" in os.environ
     if started != (cfg.trainer.strategy == "ddp"):
         raise InputError(

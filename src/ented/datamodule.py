@@ -38,7 +38,7 @@ class EpochBatches(Sampler):
     entries : of an epoch.
     batch_size : entries of a batch, at most, in all processes together.
     seed : see above.
-    process, processes : the part of each batch that this process takes.
+    process, processes : number of this process, and how many share each batch.
     """
 
     def __init__(self, entries: int, batch_size: int, seed: int, process: int = 0, processes: int = 1):

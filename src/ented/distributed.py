@@ -15,6 +15,8 @@ def is_first() -> bool:
 def connect(backend: str) -> None:
     """Let the processes that torchrun started find each other."""
     if not dist.is_initialized():
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(backend)
 
 
@@ -29,7 +31,10 @@ def processes() -> int:
 
 
 def all_reduce(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The sum of each tensor over all processes, in one message; the tensors themselves where there is one process."""
+    """The sum of each tensor over all processes, in one message; the tensors themselves where there is one process.
+
+    All have one dtype. The results are to be read, not changed in place.
+    """
     if not is_distributed():
         return tensors
     flat = torch.cat([tensor.flatten() for tensor in tensors])

@@ -80,15 +80,15 @@ class InducingBlocks(nn.Module):
             L_bar    = -tril(K_MX_bar' Phi),  so that  tril(L' L_bar) = -tril(phi_bar' Phi) =: T
             K_XX_bar = L'^-1 (T - diag(T) / 2) L^-1
 
-        The transpose of K_XX_bar does as well: X stands in the rows and in the columns of k(X, X).
+        The transpose of K_XX_bar does as well, and is what is made: X stands in the rows and the columns of k(X, X).
         """
         phi, XM, K, L = features.phi, features.XM, features.K, features.L
         T = (-phi_bar.mT @ phi).tril_()
         T.diagonal(dim1=-2, dim2=-1).mul_(0.5)
-        half = torch.linalg.solve_triangular(L.mT, T.mT, upper=True)  # (T L^-1)'
-        half = half.contiguous().mT  # the one matrix that has to change its order
-        K_XX_bar = torch.linalg.solve_triangular(L.mT, half, upper=True).mT
+        T_Linv = torch.linalg.solve_triangular(L.mT, T.mT, upper=True).mT
+        T_Linv = T_Linv.mT.contiguous().mT  # the one matrix that has to change its order
+        K_XX_bar_mT = torch.linalg.solve_triangular(L.mT, T_Linv, upper=True).mT
         K_MX_bar = torch.linalg.solve_triangular(L.mT, phi_bar.mT, upper=True).mT
-        XM_bar, X_bar = kernel.backward(XM, self.X, K, torch.cat([K_XX_bar, K_MX_bar], -2))
+        XM_bar, X_bar = kernel.backward(XM, self.X, K, torch.cat([K_XX_bar_mT, K_MX_bar], -2))
         X_again_bar, M_bar = XM_bar.tensor_split([L.shape[-1]], -2)
         return X_bar + X_again_bar, M_bar

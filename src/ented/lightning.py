@@ -1,4 +1,4 @@
-"""Lightning modules: validation and test for every method, training by sweeps, and ENTED's training step."""
+"""Lightning modules: validation and test of every method, training by sweeps or gradients, and ENTED's step."""
 
 import logging
 
@@ -249,18 +249,19 @@ class GaussianProcessModule(CompletionModule):
         self.lr_schedulers().step()
 
     def bound(self) -> Float[Tensor, ""]:
-        """Sum of the bounds of the epoch's entries, without the KL."""
+        """Sum of the bounds of the epoch's entries in all processes, without the KL."""
         (bound,) = all_reduce(self.bound_sum)
         return bound
 
     def check_numbers(self) -> None:
-        """The one place where the host waits for the device, once an epoch or twice."""
-        if self.model.failures:
+        """Here the host waits for the device, once an epoch or twice; all processes come to the same end."""
+        failures, bound = all_reduce(self.model.failures.double(), self.bound_sum)
+        if failures:
             raise InputError(
                 f"a Cholesky factorisation failed in epoch {self.current_epoch + 1}: "
                 f"raise model.jitter (now {self.model.inducing.jitter:g}) or use dtype=float64"
             )
-        if not torch.isfinite(self.bound()):
+        if not torch.isfinite(bound):
             raise InputError(f"the bound is not finite in epoch {self.current_epoch + 1}: lower lr= or rho=")
 
 

@@ -58,6 +58,7 @@ RULES = {
     ),
     "the name of a folder": (["runs_dir"], lambda value: value not in (None, "")),
     "float32 or float64": (["dtype"], lambda value: value in ("float32", "float64")),
+    "auto or ddp": (["trainer.strategy"], lambda value: value in ("auto", "ddp")),
     "auto, cpu, or cuda where there is a device": (
         ["trainer.accelerator"],
         lambda value: value in ("auto", "cpu") or (value == "cuda" and torch.cuda.is_available()),

@@ -47,7 +47,7 @@ def test_an_epoch_is_natural_gradient_and_adam_steps_in_turn(kind, tmp_path):
         model.natural_gradient_step(features, values, scale=41 / len(values), rho=0.3)
         elbo = model.elbo(indices, values, total=41)  # its gradient by autograd, not by hand
         with torch.no_grad():
-            mean, variance, _ = model.q.moments(features.phi, features.residual)
+            mean, variance, _ = model.q.moments(features.phi, features.diagonal)
             bound += model.likelihood.bound(values, mean, variance).sum()
             log_prob += model.likelihood.log_prob(values, mean).sum()
         optimizer.zero_grad()

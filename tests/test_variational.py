@@ -74,12 +74,21 @@ def test_kl_is_the_sum_over_blocks(blocks):
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_moments_are_those_of_a_linear_function_of_all_blocks(blocks):
-    q, phi, residual = make(blocks), normal(5, blocks * SIZE, seed=3), normal(5, seed=4).abs()
+    q, phi = make(blocks), normal(5, blocks * SIZE, seed=3)
+    residual = normal(5, seed=4).abs()  # prior variance that the features do not explain
     S = torch.block_diag(*q.covariance)
-    mean, variance, S_phi = q.moments(phi, residual)
+    mean, variance, D_phi = q.moments(phi, phi.square().sum(-1) + residual)
     torch.testing.assert_close(mean, phi @ q.mean.flatten())
     torch.testing.assert_close(variance, residual + (phi @ S @ phi.T).diagonal())
-    torch.testing.assert_close(S_phi, phi @ S)
+    torch.testing.assert_close(D_phi, phi @ S - phi)
+
+
+def test_variance_is_never_negative():
+    """A posterior of almost no variance, at entries that the features explain: rounding noise of either sign."""
+    q, phi = GaussianBlocks(2, 10).float(), normal(500, 20)
+    q.covariance *= 1e-9
+    _, variance, _ = q.moments(phi.float(), phi.square().sum(-1).float())
+    assert (variance >= 0).all() and (variance > 0).any()
 
 
 @pytest.mark.parametrize("rho", [1.0, 0.3])
@@ -121,7 +130,7 @@ def test_full_steps_climb_to_the_maximum_of_the_quadratic_objective(blocks):
 def test_leading_dimensions_equal_a_loop(blocks):
     leading = (2, 2)
     q = make(blocks, leading)
-    phi, residual = normal(*leading, 5, blocks * SIZE, seed=3), normal(*leading, 5, seed=4).abs()
+    phi, diagonal = normal(*leading, 5, blocks * SIZE, seed=3), 100 + normal(*leading, 5, seed=4)
     gram, linear = statistics(blocks, leading)
     singles = {}
     for at in [(i, j) for i in range(2) for j in range(2)]:
@@ -129,9 +138,9 @@ def test_leading_dimensions_equal_a_loop(blocks):
         for name, value in q.named_buffers():
             setattr(singles[at], name, value[at].clone())
 
-    moments, kl = q.moments(phi, residual), q.kl()
+    moments, kl = q.moments(phi, diagonal), q.kl()
     for at, single in singles.items():
-        torch.testing.assert_close(tuple(part[at] for part in moments), single.moments(phi[at], residual[at]))
+        torch.testing.assert_close(tuple(part[at] for part in moments), single.moments(phi[at], diagonal[at]))
         torch.testing.assert_close(kl[at], single.kl())
 
     info = q.natural_gradient_step(gram, linear, 0.3)

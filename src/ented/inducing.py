@@ -83,7 +83,7 @@ class InducingBlocks(nn.Module):
         The transpose of K_XX_bar does as well, and is what is made: X stands in the rows and the columns of k(X, X).
         """
         phi, XM, K, L = features.phi, features.XM, features.K, features.L
-        T = (-phi_bar.mT @ phi).tril_()
+        T = (phi_bar.mT @ phi).neg_().tril_()
         T.diagonal(dim1=-2, dim2=-1).mul_(0.5)
         T_Linv = torch.linalg.solve_triangular(L.mT, T.mT, upper=True).mT
         T_Linv = T_Linv.mT.contiguous().mT  # the one matrix that has to change its order

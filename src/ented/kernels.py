@@ -2,8 +2,10 @@
 
 from math import log
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class RBF:
@@ -18,12 +20,14 @@ class RBF:
 
     def __call__(self, x: Float[Tensor, "... P Q"], y: Float[Tensor, "... S Q"]) -> Float[Tensor, "... P S"]:
         """Covariance of every row of `x` with every row of `y`."""
-        # -|x - y|^2 / 2 = x'y - |x|^2 / 2 - |y|^2 / 2; rounding may leave it slightly above zero
+        # -|x - y|^2 / 2 = x'y - |x|^2 / 2 - |y|^2 / 2 as one product, [x, -|x|^2 / 2, 1] [y, 1, -|y|^2 / 2]'
         precision, log_variance = self.lengthscale**-2, log(self.variance)
-        x_half = x.square().sum(-1) * (precision / 2) - log_variance
-        y_half = y.square().sum(-1) * (precision / 2)
-        exponent = ((precision * x) @ y.mT).sub_(x_half[..., :, None]).sub_(y_half[..., None, :])
-        return exponent.clamp_max_(log_variance).exp_()
+        x_half = log_variance - x.square().sum(-1, keepdim=True) * (precision / 2)
+        y_half = -y.square().sum(-1, keepdim=True) * (precision / 2)
+        left = torch.cat([precision * x, x_half, torch.ones_like(x_half)], -1)
+        right = torch.cat([y, torch.ones_like(y_half), y_half], -1)
+        # rounding may leave it slightly above that of x = y
+        return (left @ right.mT).clamp_max_(log_variance).exp_()
 
     def backward(
         self,
@@ -37,9 +41,9 @@ class RBF:
         With W = K_bar * K / lengthscale^2, entry by entry, x_bar = W y - diag(W 1) x, and the same for y with W'.
         """
         W = K_bar.mul_(K)
-        x_bar = W @ y - W.sum(-1)[..., None] * x
-        y_bar = W.mT @ x - W.sum(-2)[..., None] * y
-        return x_bar * self.lengthscale**-2, y_bar * self.lengthscale**-2
+        W_y, W_1 = (W @ pad(y, (0, 1), value=1.0)).tensor_split([-1], -1)
+        W_x, W_1_mT = (W.mT @ pad(x, (0, 1), value=1.0)).tensor_split([-1], -1)
+        return (W_y - W_1 * x) * self.lengthscale**-2, (W_x - W_1_mT * y) * self.lengthscale**-2
 
     def diagonal(self, x: Float[Tensor, "... S Q"]) -> Float[Tensor, "... S"]:
         """k(m, m) of every row: constant, so no gradient flows through it."""

@@ -292,8 +292,8 @@ class ENTEDModule(GaussianProcessModule):
     ):
         model = ENTED(shape, likelihood, rank, inducing, blocks, init_std, jitter)
         super().__init__(likelihood.kind, model, lr, milestones)
-        self.rho = rho
         self.step = torch.compile(model.step) if compile else model.step
+        self.register_buffer("rho", torch.tensor(rho, dtype=torch.float64), persistent=False)
         self.register_buffer("log_prob_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
@@ -301,9 +301,9 @@ class ENTEDModule(GaussianProcessModule):
 
     def training_step(self, batch: Batch, batch_index: int) -> None:
         indices, values = batch
-        data, mean = self.step(indices, values, self.trainer.datamodule.scale(batch_index), self.rho)
+        bound, mean = self.step(indices, values, self.trainer.datamodule.scale(batch_index), self.rho)
         self.optimizers().step()
-        self.bound_sum += data
+        self.bound_sum += bound.sum()
         self.log_prob_sum += self.model.likelihood.log_prob(values, mean).sum()
 
     def on_train_epoch_start(self) -> None:

@@ -68,21 +68,21 @@ class FactorProcess(nn.Module):
         self.register_buffer("failures", torch.zeros((), dtype=torch.long), persistent=False)
 
     @property
-    def factors(self) -> tuple[Float[Tensor, "I R"], ...]:
+    def factors(self) -> tuple[Float[Tensor, "... I R"], ...]:
         """Factor matrix of each mode."""
-        return self.Z.detach().split(self.shape)
+        return self.Z.detach().split(self.shape, -2)
 
-    def features(self, indices: Int[Tensor, "S D"]) -> Features:
+    def features(self, indices: Int[Tensor, "... S D"]) -> Features:
         """Whitened features of a batch, differentiable in Z and X."""
-        m = embedding(indices + self.offsets, self.Z).flatten(-2)
+        m = embedding(indices + self.offsets, self.Z.flatten(0, -2)).flatten(-2)
         return self.inducing(self.kernel, m)
 
     @torch.no_grad()
-    def backward(self, indices: Int[Tensor, "S D"], features: Features, phi_bar: Float[Tensor, "S P"]) -> None:
+    def backward(self, indices: Int[Tensor, "... S D"], features: Features, phi_bar: Float[Tensor, "... S P"]) -> None:
         """Set the gradients of Z and X to those of a loss that has the derivative phi_bar in Phi, less log p(Z)."""
         X_bar, M_bar = self.inducing.backward(self.kernel, features, phi_bar)
-        rows = (indices + self.offsets).flatten()
-        Z_bar = torch.zeros_like(self.Z).index_add_(0, rows, M_bar.reshape(-1, self.Z.shape[-1]))
+        rows, Z_bar = (indices + self.offsets).flatten(), torch.zeros_like(self.Z)
+        Z_bar.flatten(0, -2).index_add_(0, rows, M_bar.reshape(-1, self.Z.shape[-1]))
         self.inducing.X.grad, Z_bar = all_reduce(X_bar, Z_bar)
         self.Z.grad = Z_bar + self.Z
 
@@ -125,71 +125,80 @@ class ENTED(FactorProcess):
         self.likelihood = likelihood
         self.q = GaussianBlocks(blocks, inducing // blocks)
 
-    def predictive(self, indices: Int[Tensor, "S D"]) -> LatentGaussian:
+    def predictive(self, indices: Int[Tensor, "... S D"]) -> LatentGaussian:
         """Predictive distribution of the entries at `indices`."""
         with torch.no_grad():
             features = self.features(indices)
-            mean, variance, _ = self.q.moments(features.phi, features.residual)
+            mean, variance, _ = self.q.moments(features.phi, features.diagonal)
         return LatentGaussian(self.likelihood, mean.double(), variance.double())
 
     def elbo(
-        self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"], total: int | None = None
-    ) -> Float[Tensor, ""]:
+        self, indices: Int[Tensor, "... S D"], values: Float[Tensor, "... S"], total: int | None = None
+    ) -> Float[Tensor, "..."]:
         """Bound on log p(x, Z); estimated from S of `total` entries where `total` is given."""
         features = self.features(indices)
-        mean, variance, _ = self.q.moments(features.phi, features.residual)
+        mean, variance, _ = self.q.moments(features.phi, features.diagonal)
         scale = 1.0 if total is None else total / values.shape[-1]
         return scale * self.likelihood.bound(values, mean, variance).sum(-1) - self.q.kl() + self.log_prior()
 
     @torch.no_grad()
     def step(
-        self, indices: Int[Tensor, "S D"], values: Float[Tensor, "S"], scale: float, rho: float
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, "S"]]:
+        self,
+        indices: Int[Tensor, "... S D"],
+        values: Float[Tensor, "... S"],
+        scale: float | Float[Tensor, "... S"],
+        rho: float | Float[Tensor, "..."],
+    ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
         """Natural gradient step on q(u); then set the gradients of Z and X, those of minus the bound.
 
         `scale` is N / S: what one entry of the batch stands for. Where the fit has several processes, each has a part
-        of the batch; their sums make the step, and S counts all entries of the batch. Returns the sum of the bounds of
-        this part, without the KL, and the posterior mean of f at each entry, both from after the step on q(u).
+        of the batch; their sums make the step, and S counts all entries of the batch. Returns each entry's bound and
+        posterior mean of f, from after the step on q(u).
         """
         features = self.features(indices)
         self.natural_gradient_step(features, values, scale, rho)
-        G, data, mean = self.feature_gradient(features, values)
-        self.backward(indices, features, -scale * G)
-        return data, mean
+        phi_bar, bound, mean = self.feature_gradient(features, values, scale)
+        self.backward(indices, features, phi_bar)
+        return bound, mean
 
     @torch.no_grad()
-    def natural_gradient_step(self, features: Features, values: Float[Tensor, "S"], scale: float, rho: float) -> None:
+    def natural_gradient_step(
+        self,
+        features: Features,
+        values: Float[Tensor, "... S"],
+        scale: float | Float[Tensor, "... S"],
+        rho: float | Float[Tensor, "..."],
+    ) -> None:
         """Update q(omega), then move q(u) of every block by a natural gradient step of size rho."""
         phi = features.phi
-        mean, variance, _ = self.q.moments(phi, features.residual)
+        mean, variance, _ = self.q.moments(phi, features.diagonal)
         theta = self.likelihood.theta(values, mean, variance)
         gram = phi.mT @ ((scale * theta)[..., None] * phi)
         linear = (phi.mT @ (scale * self.likelihood.chi(values))[..., None]).squeeze(-1)
         info = self.q.natural_gradient_step(*all_reduce(gram, linear), rho)
-        self.failures += info.sum() + features.info
+        self.failures += info.sum(-1) + features.info
 
     @torch.no_grad()
     def feature_gradient(
-        self, features: Features, values: Float[Tensor, "S"]
-    ) -> tuple[Float[Tensor, "S P"], Float[Tensor, ""], Float[Tensor, "S"]]:
-        """Gradient of the batch's data term in the features, with q held fixed: what reaches Z and X goes through them.
+        self, features: Features, values: Float[Tensor, "... S"], scale: float | Float[Tensor, "... S"]
+    ) -> tuple[Float[Tensor, "... S P"], Float[Tensor, "... S"], Float[Tensor, "... S"]]:
+        """Derivative of minus the bound in the features, with q held fixed: what reaches Z and X goes through them.
 
         q(omega) is optimal for q(u), so the bound's gradient does not pass through it (envelope theorem); neither the
         KL nor k(m, m) depends on Z and X. For the features of entry n in block i it is
 
-            G_in = (chi_n - theta_n mu_n) m_i - theta_n (S_i phi_in - phi_in).
+            -scale ((chi_n - theta_n mu_n) m_i - theta_n D_i phi_in),    D_i = S_i - I.
 
         Returns
         -------
-        gradient : G.
-        data : sum of the batch's bounds at the current q, without the KL.
+        phi_bar : this derivative.
+        bound : of each entry at the current q.
         mean : posterior mean of f at each entry.
         """
-        phi = features.phi
-        mean, variance, S_phi = self.q.moments(phi, features.residual)
+        mean, variance, D_phi = self.q.moments(features.phi, features.diagonal)
         theta = self.likelihood.theta(values, mean, variance)
-        data = self.likelihood.bound(values, mean, variance).sum(-1)
-        gradient_mean = self.likelihood.chi(values) - theta * mean
-        G = gradient_mean[..., None] * self.q.mean.flatten(-2)[..., None, :]
-        G -= theta[..., None] * (S_phi - phi)
-        return G, data, mean
+        bound = self.likelihood.bound(values, mean, variance)
+        mean_bar = scale * (theta * mean - self.likelihood.chi(values))
+        phi_bar = D_phi.mul_((scale * theta)[..., None])
+        phi_bar.addcmul_(mean_bar[..., None], self.q.mean.flatten(-2)[..., None, :])
+        return phi_bar, bound, mean

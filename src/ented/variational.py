@@ -26,22 +26,24 @@ class GaussianBlocks(nn.Module):
         self.register_buffer("covariance", identity.clone())
 
     def moments(
-        self, phi: Float[Tensor, "... S P"], residual: Float[Tensor, "... S"]
+        self, phi: Float[Tensor, "... S P"], diagonal: Float[Tensor, "... S"]
     ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"], Float[Tensor, "... S P"]]:
-        """Mean and variance of f at each entry, and the products S_i phi_in that the gradient needs too.
+        """Mean and variance of f at each entry, and D_i phi_in with D_i = S_i - I, which the gradient needs too.
 
-        mu_n = sum_i m_i' phi_in,    s2_n = residual_n + sum_i phi_in' S_i phi_in
+        mu_n = sum_i m_i' phi_in,    s2_n = k_nn + sum_i phi_in' D_i phi_in
         """
         mean = (phi @ self.mean.flatten(-2)[..., None]).squeeze(-1)
-        of_blocks = zip(phi.split(self.mean.shape[-1], -1), self.covariance.unbind(-3), strict=True)
-        S_phi = torch.cat([phi_i @ S_i for phi_i, S_i in of_blocks], -1)
-        return mean, residual + (phi * S_phi).sum(-1), S_phi
+        D = self.covariance - torch.eye(self.covariance.shape[-1], dtype=phi.dtype, device=phi.device)
+        of_blocks = zip(phi.split(D.shape[-1], -1), D.unbind(-3), strict=True)
+        D_phi = torch.cat([phi_i @ D_i for phi_i, D_i in of_blocks], -1)
+        variance = diagonal + (phi * D_phi).sum(-1)
+        return mean, variance.clamp_min(0), D_phi  # rounding may leave it slightly below zero
 
     @torch.no_grad()
     def natural_gradient_step(
-        self, gram: Float[Tensor, "... P P"], linear: Float[Tensor, "... P"], rho: float
+        self, gram: Float[Tensor, "... P P"], linear: Float[Tensor, "... P"], rho: float | Float[Tensor, "..."]
     ) -> Int[Tensor, "... b"]:
-        """Move every block by step size rho in (0, 1]; rho = 1 is exact coordinate ascent.
+        """Move every block by step size rho in [0, 1]; rho = 1 is exact coordinate ascent, 0 moves nothing.
 
         The data enter through two sums over entries, G = sum_n theta_n phi_n phi_n' and r = sum_n chi_n phi_n:
 
@@ -54,8 +56,9 @@ class GaussianBlocks(nn.Module):
         G = gram.unflatten(-1, (blocks, size)).unflatten(-3, (blocks, size))  # (..., b, p, b, p)
         own = G.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # G_ii, (..., b, p, p)
         r = linear.unflatten(-1, (blocks, size))
+        rho = torch.as_tensor(rho, dtype=G.dtype, device=G.device)[..., None]
         # every Lambda_i first: theta is fixed, so they do not depend on each other
-        self.precision.lerp_(own, rho).diagonal(dim1=-2, dim2=-1).add_(rho)
+        self.precision.lerp_(own, rho[..., None, None]).diagonal(dim1=-2, dim2=-1).add_(rho[..., None])
         L, info = torch.linalg.cholesky_ex(self.precision)
         # S_i = L^-T L^-1; torch.cholesky_inverse would wait for the device to see whether it worked
         identity = torch.eye(size, dtype=L.dtype, device=L.device).expand_as(L)

@@ -36,7 +36,7 @@ from ented.lightning import GaussianProcessModule, SummedStrategy
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
 from ented.predictive import Predictive
-from ented.recorder import Recorder, best_epoch, held_out_score
+from ented.recorder import History, Recorder, best_epoch, held_out_score
 from ented.runs import PLACES, RunFolder, finite, read_json, write, write_summary
 from ented.settings import check
 from ented.tensor import COOTensor, InputError
@@ -120,19 +120,17 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
         epochs = cfg.epochs
         if cfg.protocol.held_out:
             epochs = choose_epochs(cfg, run.path / "holdout", module(), part)
-        recorder = Recorder(run.path, cfg.checkpoint_seconds)
+        history = History(run.path, epochs)
         with tracker(cfg, run) as logger:
-            trainer = fit(cfg, recorder, fitted, all_entries, epochs, logger)
+            trainer = fit(cfg, [history], run.path, fitted, all_entries, logger)
             (tested,) = trainer.test(fitted, all_entries, verbose=False)
         metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
         run.write_predictions(dataset.modes, test, trainer.predict(fitted, all_entries))
         log.info("%s", comparison(cfg, metrics, train, test, likelihood))
-        epochs = len(recorder.rows)  # fewer where the method has converged
-        result = run.finish(metrics, epochs, trainer.global_step, recorder.seconds, command(fold))
+        epochs = len(history.rows)  # fewer where the method has converged
+        result = run.finish(metrics, epochs, trainer.global_step, history.seconds, command(fold))
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        log.info(
-            "%s  fold %d  %s  %d epochs  %.1f s  %s", title(cfg), fold, numbers, epochs, recorder.seconds, run.path
-        )
+        log.info("%s  fold %d  %s  %d epochs  %.1f s  %s", title(cfg), fold, numbers, epochs, history.seconds, run.path)
     return result
 
 
@@ -174,11 +172,11 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
     """
     chosen = folder / "chosen.json"
     if not chosen.exists():
-        recorder = Recorder(folder, cfg.checkpoint_seconds, cfg.protocol.patience)
-        fit(cfg, recorder, module, data, cfg.epochs)
-        epochs = best_epoch(recorder.rows, cfg.protocol.patience)
-        score = held_out_score(recorder.rows)
-        best = finite(recorder.rows[epochs - 1][score])
+        history = History(folder, cfg.epochs, cfg.protocol.patience)
+        fit(cfg, [history], folder, module, data)
+        epochs = best_epoch(history.rows, cfg.protocol.patience)
+        score = held_out_score(history.rows)
+        best = finite(history.rows[epochs - 1][score])
         choice = {"epochs": epochs, score: best}
         write(chosen, json.dumps(choice) + "\n")
         if best is None:
@@ -191,15 +189,16 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
     return choice["epochs"]
 
 
-def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logger=False) -> L.Trainer:
-    """Train for a number of epochs, from the recorder's checkpoint where there is one."""
+def fit(cfg, histories: list[History], folder: Path, module, data, logger=False) -> L.Trainer:
+    """Train until the histories end, from the folder's checkpoint where there is one."""
+    recorder = Recorder(histories, folder, cfg.checkpoint_seconds)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     trainer = L.Trainer(
         accelerator=accelerator(cfg),
         strategy=SummedStrategy() if cfg.trainer.strategy == "ddp" else "auto",
         devices=local,
         num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // local,
-        max_epochs=epochs,
+        max_epochs=max(history.epochs for history in histories),
         logger=logger,
         callbacks=[*filter(None, instantiate(cfg.callbacks).values()), recorder],
         enable_progress_bar=False,

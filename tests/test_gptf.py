@@ -238,11 +238,11 @@ def test_an_epoch_is_adam_steps_on_the_bound(kind, tmp_path):
         optimizer.step()
     with torch.no_grad():
         bound += reference.model.log_prior() - reference.q.kl()
-    recorder = fit(module, data, 1, tmp_path)
+    history = fit(module, data, 1, tmp_path)
     parameters = dict(module.named_parameters())
     for name, expected in reference.named_parameters():
         torch.testing.assert_close(parameters[name], expected, rtol=1e-7, atol=1e-9)
-    assert recorder.rows[0]["elbo"] == pytest.approx(bound.item())
+    assert history.rows[0]["elbo"] == pytest.approx(bound.item())
 
 
 @kinds

@@ -54,20 +54,20 @@ def test_an_epoch_is_natural_gradient_and_adam_steps_in_turn(kind, tmp_path):
         (-elbo).backward()
         optimizer.step()
 
-    recorder = fit(module, data, 1, tmp_path)
+    history = fit(module, data, 1, tmp_path)
     for name, expected in model.state_dict().items():
         torch.testing.assert_close(module.model.state_dict()[name], expected, rtol=1e-7, atol=1e-9)
     with torch.no_grad():
-        assert recorder.rows[0]["elbo"] == pytest.approx((bound - model.q.kl() + model.log_prior()).item())
-    assert recorder.rows[0]["train_nll_plugin"] == pytest.approx(-log_prob.item() / 41)
+        assert history.rows[0]["elbo"] == pytest.approx((bound - model.q.kl() + model.log_prior()).item())
+    assert history.rows[0]["train_nll_plugin"] == pytest.approx(-log_prob.item() / 41)
 
 
 def test_the_logged_bound_is_the_models_where_nothing_moves(tmp_path):
     """One batch, and an Adam step too small to count."""
     module, data = make_module("count", lr=1e-15), make_data("count", batch_size=41)
-    recorder = fit(module, data, 3, tmp_path)
+    history = fit(module, data, 3, tmp_path)
     expected = module.model.elbo(data.train.indices, data.train.values).item()
-    assert recorder.rows[-1]["elbo"] == pytest.approx(expected, rel=1e-9)
+    assert history.rows[-1]["elbo"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_learning_rate_falls_to_three_tenths_at_the_milestones(tmp_path):
@@ -97,7 +97,7 @@ def test_a_fit_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, held
     actual = fit(resumed, make_data("binary", 15, held_out), 6, tmp_path / "parts")
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
-    without_time = [[{**row, "seconds": 0} for row in recorder.rows] for recorder in (expected, actual)]
+    without_time = [[{**row, "seconds": 0} for row in history.rows] for history in (expected, actual)]
     assert without_time[0] == without_time[1]
 
 

@@ -113,14 +113,14 @@ def test_recovers_the_tensor_it_was_drawn_as(tmp_path):
     train, test, mean = draw()
     small = dict.fromkeys(DECAY, 1e-3)
     module = fresh(train.shape, **small)
-    recorder = fit(module, data(train), 400, tmp_path)
+    history = fit(module, data(train), 400, tmp_path)
     with torch.no_grad():
         prediction = module.predictive(test.indices).mean
     mse, oracle, constant = ((test.values - guess).square().mean() for guess in (prediction, mean, train.values.mean()))
     assert constant > 5 * oracle
     # 2000 entries for about 140 parameters cost 140 / 2000 = 7 % of the oracle's error; this is four times that
     assert mse < 1.3 * oracle
-    assert recorder.rows[-1]["loss"] < 0.05 * recorder.rows[0]["loss"]
+    assert history.rows[-1]["loss"] < 0.05 * history.rows[0]["loss"]
 
 
 def test_predictions_scale_with_the_values(tmp_path):

@@ -4,16 +4,22 @@ from pathlib import Path
 
 import lightning as L
 
-from ented.datamodule import COODataModule
-from ented.recorder import Recorder
+from ented.recorder import History, Recorder
 
 
-def fit(module: L.LightningModule, data: COODataModule, epochs: int, folder: Path, *callbacks: L.Callback) -> Recorder:
+def fit(module, data, epochs: int, folder: Path, *callbacks: L.Callback, patience: int | None = None) -> History:
     """Train, or go on from the checkpoint that an interrupted fit left in the folder."""
-    recorder = Recorder(folder, checkpoint_seconds=0)
+    history = History(folder, epochs, patience)
+    train(module, data, [history], folder, *callbacks)
+    return history
+
+
+def train(module, data, histories: list[History], folder: Path, *callbacks: L.Callback) -> None:
+    """The same for a module with several histories."""
+    recorder = Recorder(histories, folder, checkpoint_seconds=0)
     trainer = L.Trainer(
         accelerator="cpu",
-        max_epochs=epochs,
+        max_epochs=max(history.epochs for history in histories),
         logger=False,
         callbacks=[*callbacks, recorder],
         enable_progress_bar=False,
@@ -22,4 +28,3 @@ def fit(module: L.LightningModule, data: COODataModule, epochs: int, folder: Pat
         use_distributed_sampler=False,
     )
     trainer.fit(module, data, ckpt_path=recorder.checkpoint if recorder.checkpoint.exists() else None)
-    return recorder

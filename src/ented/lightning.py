@@ -17,6 +17,8 @@ from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
 
+MILESTONE_FACTOR = 0.3
+
 Batch = tuple[Int[Tensor, "S D"], Float[Tensor, "S"]]
 
 
@@ -73,6 +75,10 @@ class CompletionModule(L.LightningModule):
     def _log_metrics(self, prefix: str, **options) -> None:
         self.log_dict({prefix + name: value for name, value in self.metrics.compute().items()}, **options)
         self.metrics.reset()
+
+    def epoch_metrics(self) -> list[dict[str, float]]:
+        """What epochs.csv says of the epoch that has just ended: one item, since there is one fit."""
+        return [{name: float(value) for name, value in self.trainer.callback_metrics.items()}]
 
     def validation_step(self, batch: Batch, _) -> None:
         self._evaluate(batch)
@@ -208,6 +214,28 @@ class SummedStrategy(DDPStrategy):
         pass
 
 
+def milestone_epochs(milestones: tuple[float, ...], epochs: int) -> list[int]:
+    """The epochs after which the learning rate falls, from the shares of all epochs."""
+    return [max(1, round(share * epochs)) for share in milestones]
+
+
+def check_numbers(model: FactorProcess, bound_sum: Float[Tensor, "..."], epoch: int) -> None:
+    """Here the host waits for the device, once an epoch or twice; all processes come to the same end.
+
+    Raises
+    ------
+    InputError : a factorisation failed in this epoch, or the bound is not finite.
+    """
+    failures, bound = all_reduce(model.failures.double(), bound_sum)
+    if failures.any():
+        raise InputError(
+            f"a Cholesky factorisation failed in epoch {epoch + 1}: "
+            f"raise model.jitter (now {model.inducing.jitter:g}) or use dtype=float64"
+        )
+    if not bound.isfinite().all():
+        raise InputError(f"the bound is not finite in epoch {epoch + 1}: lower lr= or rho=")
+
+
 class GaussianProcessModule(CompletionModule):
     """What the methods with a `FactorProcess` share: Adam under manual optimisation, and what is read once an epoch.
 
@@ -216,7 +244,7 @@ class GaussianProcessModule(CompletionModule):
     kind : as above.
     model : the factors and the process.
     lr : Adam's learning rate.
-    milestones : shares of the epochs, each of them multiplies lr by 0.3.
+    milestones : shares of the epochs, each of them multiplies lr by MILESTONE_FACTOR.
     """
 
     automatic_optimization = False  # the model sets the gradients of Z and X
@@ -229,8 +257,8 @@ class GaussianProcessModule(CompletionModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), self.lr, fused=True)
-        epochs = [max(1, round(share * self.trainer.max_epochs)) for share in self.milestones]
-        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=0.3)]
+        epochs = milestone_epochs(self.milestones, self.trainer.max_epochs)
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=MILESTONE_FACTOR)]
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -242,27 +270,16 @@ class GaussianProcessModule(CompletionModule):
         self.bound_sum.zero_()
 
     def on_validation_start(self) -> None:
-        self.check_numbers()
+        check_numbers(self.model, self.bound_sum, self.current_epoch)
 
     def on_train_epoch_end(self) -> None:
-        self.check_numbers()
+        check_numbers(self.model, self.bound_sum, self.current_epoch)
         self.lr_schedulers().step()
 
     def bound(self) -> Float[Tensor, ""]:
         """Sum of the bounds of the epoch's entries in all processes, without the KL."""
         (bound,) = all_reduce(self.bound_sum)
         return bound
-
-    def check_numbers(self) -> None:
-        """Here the host waits for the device, once an epoch or twice; all processes come to the same end."""
-        failures, bound = all_reduce(self.model.failures.double(), self.bound_sum)
-        if failures:
-            raise InputError(
-                f"a Cholesky factorisation failed in epoch {self.current_epoch + 1}: "
-                f"raise model.jitter (now {self.model.inducing.jitter:g}) or use dtype=float64"
-            )
-        if not torch.isfinite(bound):
-            raise InputError(f"the bound is not finite in epoch {self.current_epoch + 1}: lower lr= or rho=")
 
 
 class ENTEDModule(GaussianProcessModule):

@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import lightning as L
@@ -11,55 +12,90 @@ from lightning.pytorch.callbacks import Checkpoint
 from ented.runs import write
 
 
-class Recorder(Checkpoint):
-    """After each epoch, add its metrics to `folder`/epochs.csv and keep the state in `folder`/last.ckpt.
+@dataclass
+class History:
+    """The epochs of a fit, as in `folder`/epochs.csv; the folder is made where it does not exist."""
 
-    The rows and the seconds spent are part of the checkpoint, so a resumed fit goes on as if it had not stopped.
-    Files are replaced in one step: a kill leaves the old one or the new one. It is a `Checkpoint` because Lightning
-    calls those last, after the module has logged its epoch, and then adds no checkpoint callback of its own.
+    folder: Path
+    epochs: int  # at most
+    patience: int | None = None  # epochs without a lower held-out score after which training ends; None to train all
+    rows: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __post_init__(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def ended(self) -> bool:
+        """Whether training has come to its end."""
+        rows = self.rows
+        if self.patience is not None and rows and len(rows) >= best_epoch(rows, self.patience) + self.patience:
+            return True
+        return len(rows) >= self.epochs
+
+    def add(self, metrics: dict[str, float], seconds: float) -> None:
+        """Add an epoch that took `seconds`."""
+        self.seconds += seconds
+        self.rows.append({"epoch": len(self.rows) + 1, **metrics, "seconds": round(self.seconds, 3)})
+
+    def write(self) -> None:
+        write(self.folder / "epochs.csv", pd.DataFrame(self.rows).to_csv(index=False))
+
+
+class Recorder(Checkpoint):
+    """After each epoch, add its metrics to the history, or to that of each replica, and keep the state in last.ckpt.
+
+    The histories are part of the checkpoint, so a resumed fit goes on as if it had not stopped. Files are replaced in
+    one step: a kill leaves the old one or the new one. It is a `Checkpoint` because Lightning calls those last, after
+    the module has logged its epoch, and then adds no checkpoint callback of its own.
 
     Parameters
     ----------
-    folder : where the two files go; made where it does not exist.
+    histories : of the module, or of each of its replicas; these share the seconds of an epoch evenly.
+    folder : where last.ckpt goes.
     checkpoint_seconds : the least time between two checkpoints; the last epoch always has one.
-    patience : epochs without a lower held-out score after which training stops; None to train all epochs.
     """
 
-    def __init__(self, folder: Path, checkpoint_seconds: float, patience: int | None = None):
-        self.folder, self.checkpoint_seconds, self.patience = folder, checkpoint_seconds, patience
+    def __init__(self, histories: list[History], folder: Path, checkpoint_seconds: float):
+        self.histories, self.checkpoint_seconds = histories, checkpoint_seconds
+        self.checkpoint = folder / "last.ckpt"
         folder.mkdir(parents=True, exist_ok=True)
-        self.rows: list[dict[str, float]] = []
-        self.seconds = 0.0
         self._saved = time.monotonic()
 
     @property
-    def checkpoint(self) -> Path:
-        return self.folder / "last.ckpt"
+    def running(self) -> list[bool]:
+        """Which of the histories have not come to their end."""
+        return [not history.ended for history in self.histories]
 
     def state_dict(self) -> dict:
-        return {"rows": self.rows, "seconds": self.seconds}
+        return {"histories": [{"rows": history.rows, "seconds": history.seconds} for history in self.histories]}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        self.rows, self.seconds = state_dict["rows"], state_dict["seconds"]
+        for history, state in zip(self.histories, state_dict["histories"], strict=True):
+            history.rows, history.seconds = state["rows"], state["seconds"]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.should_stop |= not any(self.running)  # in a fit that is resumed after its end
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started = time.monotonic()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.seconds += time.monotonic() - self._started
-        self.rows.append({"epoch": trainer.current_epoch + 1, **metrics, "seconds": round(self.seconds, 3)})
-        if self.patience is not None and len(self.rows) >= best_epoch(self.rows, self.patience) + self.patience:
-            trainer.should_stop = True
-        last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
-        due = last or time.monotonic() - self._saved >= self.checkpoint_seconds
+        running = self.running
+        seconds = (time.monotonic() - self._started) / max(1, sum(running))
+        for history, metrics, on in zip(self.histories, pl_module.epoch_metrics(), running, strict=True):
+            if on:
+                history.add(metrics, seconds)
+        trainer.should_stop |= not any(self.running)
+        due = trainer.should_stop or time.monotonic() - self._saved >= self.checkpoint_seconds
         if trainer.strategy.broadcast(due):  # all processes take part, when the first one's clock says so
             self._save(trainer)
 
     def _save(self, trainer: L.Trainer) -> None:
-        # the table first: where it is ahead of the checkpoint, the resumed fit writes it again
-        write(self.folder / "epochs.csv", pd.DataFrame(self.rows).to_csv(index=False))
-        partial = self.folder / "last.ckpt.partial"
+        # the tables first: where they are ahead of the checkpoint, the resumed fit writes them again
+        for history in self.histories:
+            history.write()
+        partial = self.checkpoint.with_name("last.ckpt.partial")
         trainer.save_checkpoint(partial)
         if trainer.is_global_zero:
             os.replace(partial, self.checkpoint)
@@ -72,10 +108,7 @@ def held_out_score(rows: list[dict[str, float]]) -> str:
 
 
 def best_epoch(rows: list[dict[str, float]], patience: int) -> int:
-    """Number of epochs, from 1, with the lowest held-out score before `patience` epochs passed without a lower one.
-
-    Rows after that do not count: a search that is resumed when it had just ended trains one epoch more.
-    """
+    """Number of epochs, from 1, with the lowest held-out score before `patience` epochs passed without a lower one."""
     best, score = 0, held_out_score(rows)
     for epoch, row in enumerate(rows):
         if row[score] < rows[best][score]:

@@ -1,0 +1,229 @@
+"""Several fits of one model as one: folds, seeds and learning rates are a leading dimension of every tensor.
+
+A step of ENTED is small, and what it costs is mostly the calls that it makes; B replicas make them once. Each has its
+own entries, initial values, minibatches, learning rate and number of epochs, and ends with the numbers of a fit by
+itself, up to rounding. A replica without a minibatch, because its epoch has fewer or its training has ended, has
+entries of scale 0 and steps of size 0, which leave it as it was.
+"""
+
+import copy
+from dataclasses import replace
+
+import lightning as L
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ented.datamodule import COODataModule
+from ented.lightning import MILESTONE_FACTOR, ENTEDModule, check_numbers, milestone_epochs
+from ented.model import ENTED
+from ented.recorder import History
+from ented.tensor import COOTensor
+
+Batch = tuple[Int[Tensor, "B S D"], Float[Tensor, "B S"], Float[Tensor, "B S"]]
+
+
+def stack(models: list[ENTED]) -> ENTED:
+    """The models as one whose tensors have a leading dimension, of size B; they must have the same sizes."""
+    together = copy.deepcopy(models[0])
+    for name, tensor in [*together.named_parameters(), *together.named_buffers()]:
+        path, _, leaf = name.rpartition(".")
+        stacked = torch.stack([getattr(model.get_submodule(path), leaf).detach() for model in models])
+        setattr(together.get_submodule(path), leaf, nn.Parameter(stacked) if tensor.requires_grad else stacked)
+    # row i of mode d of replica b is row b I + offset_d + i of all factor matrices, one below the other
+    replica = torch.arange(len(models), device=together.offsets.device)[:, None, None]
+    together.offsets = together.offsets[:, None] + replica * together.Z.shape[-2]
+    return together
+
+
+class ReplicaAdam(torch.optim.Optimizer):
+    """Adam (Kingma and Ba 2015) with a learning rate and a number of steps for each slice of the first dimension.
+
+    Parameters
+    ----------
+    params : tensors (B, ., .).
+    lr : of each slice, (B,).
+    """
+
+    def __init__(self, params, lr: Float[Tensor, "B"], betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None, *, active: Bool[Tensor, "B"]) -> None:
+        """One step of the active slices."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter not in self.state:
+                    zeros = torch.zeros_like(parameter)
+                    steps = zeros.new_zeros(len(zeros), 1, 1)
+                    self.state[parameter] = {"step": steps, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+                state, on = self.state[parameter], active[:, None, None].to(parameter.dtype)
+                steps = state["step"].add_(on).clamp_min(1)
+                mean = state["exp_avg"].lerp_(parameter.grad, (1 - beta1) * on)
+                square = state["exp_avg_sq"].lerp_(parameter.grad.square(), (1 - beta2) * on)
+                size = on * group["lr"].to(parameter)[:, None, None] / (1 - beta1**steps)
+                root = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+                parameter.addcmul_(-size, mean / root)
+
+
+class ReplicaBatches(Sampler):
+    """Rows of the replicas' next minibatches, (B, S), where -1 fills up; none for a replica whose training has ended.
+
+    Parameters
+    ----------
+    streams : each replica's own sampler.
+    histories : of the replicas.
+    """
+
+    def __init__(self, streams: list[Sampler], histories: list[History]):
+        self.streams, self.histories = streams, histories
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Lightning before each epoch."""
+        for stream in self.streams:
+            if hasattr(stream, "set_epoch"):
+                stream.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return max(map(len, self.streams))
+
+    def __iter__(self):
+        pairs = zip(self.streams, self.histories, strict=True)
+        epoch = [[] if history.ended else list(stream) for stream, history in pairs]
+        size = max(len(rows) for batches in epoch for rows in batches)  # one size for all steps
+        none = torch.tensor([], dtype=torch.long)
+        for i in range(len(self)):  # always as many: Lightning validates after the last of them
+            step = [batches[i] if i < len(batches) else none for batches in epoch]
+            rows = pad_sequence(step, batch_first=True, padding_value=-1)
+            yield pad(rows, (0, size - rows.shape[1]), value=-1)
+
+
+class StackedEntries(Dataset):
+    """Entries of B tensors, read by B lists of rows; a row of -1 is any entry, with scale 0."""
+
+    def __init__(self, tensors: list[COOTensor], dtype: torch.dtype):
+        self.indices = torch.cat([tensor.indices for tensor in tensors])
+        self.values = torch.cat([tensor.values for tensor in tensors]).to(dtype)
+        self.sizes = torch.tensor([len(tensor) for tensor in tensors])[:, None]
+
+    def __getitem__(self, rows: Int[Tensor, "B S"]) -> Batch:
+        present = rows >= 0
+        at = rows.clamp_min(0) + self.sizes.cumsum(0) - self.sizes
+        batch = present.sum(1, keepdim=True).clamp_min(1)
+        return self.indices[at], self.values[at], (present * self.sizes / batch.double()).to(self.values.dtype)
+
+
+class ReplicaData(L.LightningDataModule):
+    """Minibatches (indices, values, scale) of several data modules side by side.
+
+    An entry's scale is N / S, what it stands for, and 0 where it only fills up.
+
+    Parameters
+    ----------
+    replicas : their data modules.
+    histories : know whose training has ended.
+    """
+
+    def __init__(self, replicas: list[COODataModule], histories: list[History]):
+        super().__init__()
+        self.replicas, self.histories = replicas, histories
+
+    def train_dataloader(self) -> DataLoader:
+        batches = ReplicaBatches([data.train_dataloader().sampler for data in self.replicas], self.histories)
+        entries = StackedEntries([data.train for data in self.replicas], self.replicas[0].dtype)
+        return DataLoader(entries, sampler=batches, batch_size=None, pin_memory=torch.cuda.is_available())
+
+    def val_dataloader(self) -> DataLoader | list:
+        if not self.replicas[0].validation:
+            return []
+        batches = ReplicaBatches([data.val_dataloader().sampler for data in self.replicas], self.histories)
+        entries = StackedEntries([data.validation for data in self.replicas], torch.float64)
+        return DataLoader(entries, sampler=batches, batch_size=None)
+
+
+class ReplicasModule(L.LightningModule):
+    """`ENTEDModule` with a leading dimension.
+
+    Parameters
+    ----------
+    replicas : what is to be trained; `finish` gives them the result.
+    data : the minibatches.
+    compile : see `ENTEDModule`.
+    """
+
+    automatic_optimization = False
+
+    def __init__(self, replicas: list[ENTEDModule], data: ReplicaData, compile: bool = False):
+        super().__init__()
+        self.replicas, self.histories = replicas, data.histories
+        self.model = stack([module.model for module in replicas])
+        self.metrics = nn.ModuleList(module.metrics for module in replicas)
+        self.step = torch.compile(self.model.step) if compile else self.model.step
+        numbers = {
+            "lr": [module.lr for module in replicas],
+            "rho": [module.rho for module in replicas],
+            "entries": [len(replica.train) for replica in data.replicas],
+            "bound_sum": [0] * len(replicas),
+            "log_prob_sum": [0] * len(replicas),
+        }
+        for name, of_replicas in numbers.items():
+            self.register_buffer(name, torch.tensor(of_replicas, dtype=torch.float64), persistent=False)
+
+    def configure_optimizers(self) -> ReplicaAdam:
+        return ReplicaAdam(self.model.parameters(), self.lr)
+
+    def on_train_epoch_start(self) -> None:
+        self.bound_sum.zero_()
+        self.log_prob_sum.zero_()
+        milestones = self.replicas[0].milestones
+        passed = [
+            sum(self.current_epoch >= epoch for epoch in milestone_epochs(milestones, history.epochs))
+            for history in self.histories
+        ]
+        (group,) = self.optimizers().param_groups
+        group["lr"] = self.lr * MILESTONE_FACTOR ** torch.tensor(passed, device=self.lr.device)
+
+    def training_step(self, batch: Batch, _) -> None:
+        indices, values, scale = batch
+        present = scale > 0
+        active = present.any(-1)
+        bound, mean = self.step(indices, values, scale, self.rho * active)
+        self.optimizers().step(active=active)
+        self.bound_sum += (bound * present).sum(-1)
+        self.log_prob_sum += (self.model.likelihood.log_prob(values, mean) * present).sum(-1)
+
+    def validation_step(self, batch: Batch, _) -> None:
+        indices, values, scale = batch
+        latent = self.model.predictive(indices)
+        for i, present in enumerate(scale > 0):
+            if present.any():
+                own = replace(latent, f_mean=latent.f_mean[i, present], f_variance=latent.f_variance[i, present])
+                self.metrics[i].update(own, values[i, present])
+
+    def on_validation_start(self) -> None:
+        check_numbers(self.model, self.bound_sum, self.current_epoch)
+
+    def on_train_epoch_end(self) -> None:
+        check_numbers(self.model, self.bound_sum, self.current_epoch)
+
+    def epoch_metrics(self) -> list[dict[str, float]]:
+        """What each replica says of the epoch that has just ended, as `ENTEDModule` does."""
+        with torch.no_grad():
+            elbo = self.bound_sum - self.model.q.kl() + self.model.log_prior()
+        nll = -self.log_prob_sum / self.entries
+        rows = []
+        for metrics, *of_epoch in zip(self.metrics, elbo.tolist(), nll.tolist(), strict=True):
+            held_out = {f"val_{name}": value.item() for name, value in metrics.compute().items()}
+            rows.append(held_out | dict(zip(("elbo", "train_nll_plugin"), of_epoch, strict=True)))
+            metrics.reset()
+        return rows
+
+    def finish(self) -> None:
+        """Hand each replica what became of it."""
+        state = self.model.state_dict()
+        for i, module in enumerate(self.replicas):
+            module.model.load_state_dict({name: tensor[i] for name, tensor in state.items()})

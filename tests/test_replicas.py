@@ -1,0 +1,135 @@
+"""Replicas trained together, against each of them trained by itself."""
+
+import copy
+
+import lightning as L
+import pandas as pd
+import pytest
+import torch
+from torch.testing import assert_close
+from training import fit, train
+
+from ented.datamodule import COODataModule
+from ented.lightning import ENTEDModule
+from ented.likelihoods import Bernoulli, NegativeBinomial
+from ented.recorder import History
+from ented.replicas import ReplicaAdam, ReplicaData, ReplicasModule
+from ented.tensor import COOTensor
+
+SHAPE = (7, 6, 5)
+# of each replica: entries (at 15 a batch, one has fewer batches than the others), seed, learning rate, epochs
+REPLICAS = [(41, 0, 0.01, 4), (29, 1, 0.03, 6), (45, 2, 0.003, 5)]
+
+
+def make(kind: str, entries: int, seed: int, lr: float, batch_size=15, held_out=0.0, **settings):
+    random = torch.Generator().manual_seed(seed)
+    indices = torch.stack([torch.randint(size, (entries,), generator=random) for size in SHAPE], 1)
+    values = torch.randint(2 if kind == "binary" else 9, (entries,), generator=random).double()
+    tensor = COOTensor(indices, values, SHAPE)
+    torch.manual_seed(seed)
+    likelihood = Bernoulli() if kind == "binary" else NegativeBinomial(20)
+    module = ENTEDModule(SHAPE, likelihood, 2, 8, 2, 0.5, 1e-4, lr, 0.3, milestones=(0.3, 0.6), **settings).double()
+    return module, COODataModule(tensor, tensor, batch_size, seed, held_out)
+
+
+def fit_together(modules, datas, histories, folder, *callbacks, **settings):
+    data = ReplicaData(datas, histories)
+    together = ReplicasModule(modules, data, **settings)
+    train(together, data, histories, folder, *callbacks)
+    together.finish()
+
+
+def assert_same(together, alone, histories, expected):
+    for module, single, history, of_single in zip(together, alone, histories, expected, strict=True):
+        assert_close(module.model.state_dict(), single.model.state_dict(), rtol=1e-6, atol=1e-9)
+        rows, of_single = (pd.DataFrame(one.rows).drop(columns="seconds") for one in (history, of_single))
+        pd.testing.assert_frame_equal(rows, of_single, rtol=1e-6)
+        assert history.seconds > 0
+
+
+@pytest.mark.parametrize("batch_size", [15, "all"])
+@pytest.mark.parametrize("kind", ["binary", "count"])
+def test_each_replica_ends_where_it_ends_alone(tmp_path, kind, batch_size):
+    alone, expected, together, datas, histories = [], [], [], [], []
+    for i, (entries, seed, lr, epochs) in enumerate(REPLICAS):
+        module, data = make(kind, entries, seed, lr, batch_size)
+        together.append(copy.deepcopy(module))
+        expected.append(fit(module, data, epochs, tmp_path / f"alone {i}"))
+        alone.append(module)
+        datas.append(data)
+        histories.append(History(tmp_path / f"together {i}", epochs))
+    fit_together(together, datas, histories, tmp_path)
+    assert_same(together, alone, histories, expected)
+    assert (tmp_path / "together 2/epochs.csv").read_text().count("\n") == 6
+
+
+def test_the_search_for_epochs_ends_for_each_by_itself(tmp_path):
+    """Each has its own held-out entries, and ends after two epochs without a lower NLL."""
+    alone, expected, together, datas, histories = [], [], [], [], []
+    for i, (entries, seed, _, _) in enumerate(REPLICAS):
+        module, data = make("binary", entries, seed, 0.3, held_out=0.3)
+        together.append(copy.deepcopy(module))
+        expected.append(fit(module, data, 30, tmp_path / f"alone {i}", patience=2))
+        alone.append(module)
+        datas.append(data)
+        histories.append(History(tmp_path / f"together {i}", 30, patience=2))
+    fit_together(together, datas, histories, tmp_path)
+    assert_same(together, alone, histories, expected)
+    assert len({len(history.rows) for history in histories}) > 1 and len(histories[0].rows) < 30
+
+
+@pytest.mark.parametrize("epoch", [3, 6])
+def test_an_interrupted_fit_goes_on_as_if_it_had_not_been(tmp_path, epoch):
+    """While all train or one has ended, and when all have."""
+
+    class Interrupt(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.current_epoch == epoch and batch_idx == 1:
+                raise OSError("interrupted")
+
+    def start(folder, *callbacks):
+        pairs = [make("count", entries, seed, lr) for entries, seed, lr, _ in REPLICAS]
+        modules, datas = zip(*pairs, strict=True)
+        histories = [History(folder, epochs) for *_, epochs in REPLICAS]
+        fit_together(list(modules), list(datas), histories, folder, *callbacks)
+        return modules, histories
+
+    expected, rows = start(tmp_path / "whole")
+    if epoch < 6:
+        with pytest.raises(OSError, match="interrupted"):
+            start(tmp_path / "parts", Interrupt())
+    else:
+        start(tmp_path / "parts")
+    actual, resumed_rows = start(tmp_path / "parts")
+    for module, single in zip(actual, expected, strict=True):
+        assert_close(module.state_dict(), single.state_dict(), rtol=0, atol=0)
+    for history, one in zip(resumed_rows, rows, strict=True):
+        assert [row | {"seconds": 0} for row in history.rows] == [row | {"seconds": 0} for row in one.rows]
+
+
+def test_a_compiled_step_trains_the_same_replicas(tmp_path):
+    results = []
+    for compile in False, True:
+        pairs = [make("count", entries, seed, lr) for entries, seed, lr, _ in REPLICAS]
+        modules, datas = map(list, zip(*pairs, strict=True))
+        histories = [History(tmp_path / str(compile), 2) for _ in REPLICAS]
+        fit_together(modules, datas, histories, tmp_path / str(compile), compile=compile)
+        results.append([module.state_dict() for module in modules])
+    assert_close(*results, rtol=1e-7, atol=1e-9)
+
+
+def test_adam_is_pytorchs_for_every_slice_with_a_turn():
+    random = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 4, 2, generator=random, dtype=torch.float64)
+    together, lr = torch.nn.Parameter(values.clone()), [0.1, 0.02, 0.5]
+    optimizer = ReplicaAdam([together], torch.tensor(lr))
+    slices = [torch.nn.Parameter(value.clone()) for value in values]
+    adams = [torch.optim.Adam([one], rate) for one, rate in zip(slices, lr, strict=True)]
+    for turns in ([1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]):
+        together.grad = torch.randn(values.shape, generator=random, dtype=torch.float64)
+        optimizer.step(active=torch.tensor(turns).bool())
+        for one, adam, gradient, turn in zip(slices, adams, together.grad, turns, strict=True):
+            one.grad = gradient.clone()
+            if turn:
+                adam.step()
+    assert_close(together.detach(), torch.stack(slices).detach(), rtol=1e-7, atol=0)

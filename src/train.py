@@ -31,7 +31,15 @@ from omegaconf.errors import OmegaConfBaseException
 from baselines.main_effects import MainEffects
 from ented.datamodule import COODataModule
 from ented.datasets import Dataset
-from ented.distributed import connect, is_first, processes, wait_for_all
+from ented.distributed import (
+    connect,
+    is_distributed,
+    is_first,
+    processes,
+    processes_of_node,
+    started_by_torchrun,
+    wait_for_all,
+)
 from ented.lightning import GaussianProcessModule, SummedStrategy
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
@@ -109,7 +117,7 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
 
         # made before the folder, so that settings which do not fit leave nothing behind
         fitted, all_entries, part = module(), data(0), data(cfg.protocol.held_out)
-        if cfg.trainer.strategy == "ddp" and not isinstance(fitted, GaussianProcessModule):
+        if is_distributed() and not isinstance(fitted, GaussianProcessModule):
             raise InputError(f"trainer=ddp: model={cfg.model.name} runs on one device")
         if processes() > min(len(test), len(part.validation or test)):
             raise InputError(f"{processes()} processes are more than the entries to evaluate: start fewer")
@@ -138,12 +146,11 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
 
 def join(cfg: DictConfig) -> None:
     """Meet the other processes of torchrun, where trainer=ddp asks for them; only the first writes log lines."""
-    started = "LOCAL_WORLD_SIZE" in os.environ
-    if started != (cfg.trainer.strategy == "ddp"):
+    if started_by_torchrun() != (cfg.trainer.strategy == "ddp"):
         raise InputError(
             "trainer=ddp and torchrun need each other: torchrun --nproc-per-node 4 src/train.py trainer=ddp"
         )
-    if started:
+    if started_by_torchrun():
         connect("nccl" if accelerator(cfg) == "cuda" else "gloo")
     if not is_first():
         log.setLevel(logging.ERROR)
@@ -193,12 +200,11 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
 
 def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logger=False) -> L.Trainer:
     """Train for a number of epochs, from the recorder's checkpoint where there is one."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     trainer = L.Trainer(
         accelerator=accelerator(cfg),
-        strategy=SummedStrategy() if cfg.trainer.strategy == "ddp" else "auto",
-        devices=local,
-        num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // local,
+        strategy=SummedStrategy() if is_distributed() else "auto",
+        devices=processes_of_node(),
+        num_nodes=processes() // processes_of_node(),
         max_epochs=epochs,
         logger=logger,
         callbacks=[*filter(None, instantiate(cfg.callbacks).values()), recorder],

@@ -33,6 +33,7 @@ from ented.datamodule import COODataModule
 from ented.datasets import Dataset
 from ented.distributed import (
     connect,
+    from_first,
     is_distributed,
     is_first,
     processes,
@@ -97,9 +98,9 @@ def train(cfg: DictConfig) -> None:
 def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
     """Do what is missing of one fold's run and return its metrics.json; `config` is cfg, resolved, with that fold."""
     run, fold = RunFolder(config), config["fold"]
-    if not cfg.force and run.metrics:
+    if not cfg.force and (result := from_first(run.metrics)):
         log.info("%s is finished", run.path)
-        return run.metrics
+        return result
     with run.logging():
         train, test = dataset.load(fold)
         likelihood: PolyaGamma = instantiate(cfg.likelihood)
@@ -180,7 +181,8 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
     The score is the NLL, and the RMSE of a method that has no NLL.
     """
     chosen = folder / "chosen.json"
-    if not chosen.exists():
+    choice = from_first(read_json(chosen) if chosen.exists() else None)
+    if choice is None:
         recorder = Recorder(folder, cfg.checkpoint_seconds, cfg.protocol.patience)
         fit(cfg, recorder, module, data, cfg.epochs)
         epochs = best_epoch(recorder.rows, cfg.protocol.patience)
@@ -192,8 +194,6 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
             log.warning("%s, on held-out training entries, is not a finite number after any epoch", score)
         if epochs == cfg.epochs:
             log.warning("%s, on held-out training entries, was still falling after epochs=%d", score, epochs)
-    else:
-        choice = read_json(chosen)
     log.info("the fit of lowest score on held-out training entries: %s", choice)
     return choice["epochs"]
 
@@ -215,7 +215,7 @@ def fit(cfg, recorder: Recorder, module, data: COODataModule, epochs: int, logge
         log_every_n_steps=10**9,  # everything is logged by epoch
     )
     L.seed_everything(cfg.seed, verbose=False)  # the same draws, whatever ran before in this process
-    trainer.fit(module, data, ckpt_path=usable(recorder.checkpoint))
+    trainer.fit(module, data, ckpt_path=from_first(usable(recorder.checkpoint)))
     return trainer
 
 

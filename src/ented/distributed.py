@@ -44,6 +44,15 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
+def from_first(value):
+    """The first process's value, in every process: nodes may see a file of a shared folder at different times."""
+    if not is_distributed():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
 def all_reduce(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The sum of each tensor over all processes, in one message; the tensors themselves where there is one process.
 

@@ -4,7 +4,8 @@
     python benchmarks/step.py --points 100 --batch 128 --dtype float32 --threads 1
 
 Every method gets the same entries, factors and total number of inducing points, and all take turns: a few steps of one,
-a few of the next, and around again. What is written is the median over the rounds, in milliseconds a step.
+a few of the next, and around again. What is written is the median over the rounds, in milliseconds a step, and how many
+times as fast as gpytorch that is. gpytorch is always measured too, because a ratio is of two times from the same turns.
 
 ented            ENTED with two blocks, and Adam
 ented compiled   the same through torch.compile
@@ -41,7 +42,8 @@ from ented.tensor import COOTensor
 SHAPE, RANK, ENTRIES = (203, 203, 200), 3, 6_206  # Enron's
 LR, RHO = 1e-3, 0.1
 
-Step = Callable[[Tensor, Tensor], None]
+Batches = list[tuple[Tensor, Tensor]]
+Turn = Callable[[Batches], float]  # some steps of a method, and the seconds that one took
 
 
 def entries() -> COOTensor:
@@ -51,11 +53,22 @@ def entries() -> COOTensor:
     return COOTensor(indices, torch.randint(2, (ENTRIES,), generator=random).double(), SHAPE)
 
 
-def ented(points: int, blocks: int = 2, compiled: bool = False) -> Step:
+def timed(step: Callable[[Tensor, Tensor], None]) -> Turn:
+    def turn(batches: Batches) -> float:
+        start = time.perf_counter()
+        for indices, values in batches:
+            step(indices, values)
+        return (time.perf_counter() - start) / len(batches)
+
+    return turn
+
+
+def ented(points: int, blocks: int = 2, compiled: bool = False) -> Turn:
     model = ENTED(SHAPE, Bernoulli(), RANK, points, blocks)
     adam = torch.optim.Adam(model.parameters(), LR, fused=True)
     ascend = torch.compile(model.step) if compiled else model.step
 
+    @timed
     def step(indices: Tensor, values: Tensor) -> None:
         ascend(indices, values, ENTRIES / len(values), RHO)
         adam.step()
@@ -63,10 +76,11 @@ def ented(points: int, blocks: int = 2, compiled: bool = False) -> Step:
     return step
 
 
-def gptf(points: int) -> Step:
+def gptf(points: int) -> Turn:
     module = GPTF(SHAPE, Bernoulli(), RANK, points)
     adam = torch.optim.Adam(module.parameters(), LR, fused=True)
 
+    @timed
     def step(indices: Tensor, values: Tensor) -> None:
         module.step(indices, values, ENTRIES / len(values))
         adam.step()
@@ -89,7 +103,7 @@ class SVGP(gpytorch.models.ApproximateGP):
         return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
 
 
-def gpytorchs(points: int) -> Step:
+def gpytorchs(points: int) -> Turn:
     model, likelihood = SVGP(points), gpytorch.likelihoods.BernoulliLikelihood()
     Z = torch.nn.Parameter(0.5 * torch.randn(sum(SHAPE), RANK))
     offsets = torch.tensor([0, SHAPE[0], SHAPE[0] + SHAPE[1]])
@@ -98,6 +112,7 @@ def gpytorchs(points: int) -> Step:
     others = [parameter for parameter in model.hyperparameters() if parameter.requires_grad]
     adam = torch.optim.Adam([Z, *others], LR, fused=True)
 
+    @timed
     def step(indices: Tensor, values: Tensor) -> None:
         ngd.zero_grad()
         adam.zero_grad()
@@ -107,23 +122,6 @@ def gpytorchs(points: int) -> Step:
         adam.step()
 
     return step
-
-
-METHODS: dict[str, Callable[[int], Step]] = {
-    "ented": ented,
-    "ented compiled": lambda points: ented(points, compiled=True),
-    "gptf_pg": lambda points: ented(points, blocks=1),
-    "gptf": gptf,
-    "gpytorch": gpytorchs,
-}
-
-
-def seconds(step: Step, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """Time of one step."""
-    start = time.perf_counter()
-    for indices, values in batches:
-        step(indices, values)
-    return (time.perf_counter() - start) / len(batches)
 
 
 class Stopwatch(L.Callback):
@@ -137,47 +135,61 @@ class Stopwatch(L.Callback):
         self.seconds = (time.perf_counter() - self.start) / (trainer.global_step - self.steps)
 
 
-def trainer_seconds(data: COOTensor, points: int, batch: int, dtype: torch.dtype, steps: int) -> float:
-    """Time of a step in Lightning's loop, with all that src/train.py does in an epoch but its checkpoint."""
-    module = ENTEDModule(SHAPE, Bernoulli(), RANK, points, 2, 0.5, 1e-4, LR, RHO)
-    data = data.subset(torch.arange(len(data) // batch * batch))  # so that all minibatches have this size
-    stopwatch, epochs = Stopwatch(), 1 + max(1, round(steps * batch / len(data)))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        logger=False,
-        callbacks=[stopwatch],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        log_every_n_steps=10**9,
-    )
-    trainer.fit(module, COODataModule(data, data, batch, 0, dtype=dtype))
-    return stopwatch.seconds
+def in_trainer(points: int) -> Turn:
+    """ENTED in Lightning's loop, with all that src/train.py does in an epoch but its checkpoint."""
+
+    def turn(batches: Batches) -> float:
+        values = batches[0][1]
+        module = ENTEDModule(SHAPE, Bernoulli(), RANK, points, 2, 0.5, 1e-4, LR, RHO)
+        steps = ENTRIES // len(values)  # of an epoch, in which all minibatches have this size
+        data = entries().subset(torch.arange(steps * len(values)))
+        stopwatch, epochs = Stopwatch(), 1 + max(1, round(len(batches) / steps))
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=epochs,
+            logger=False,
+            callbacks=[stopwatch],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            log_every_n_steps=10**9,
+        )
+        trainer.fit(module, COODataModule(data, data, len(values), 0, dtype=values.dtype))
+        return stopwatch.seconds
+
+    return turn
 
 
-def measure(methods: list[str], points: int, batch: int, dtype: torch.dtype, rounds: int, turn: float) -> dict:
-    """Median milliseconds a step of each method; one turn of one method takes about `turn` seconds."""
+METHODS: dict[str, Callable[[int], Turn]] = {
+    "ented": ented,
+    "ented compiled": lambda points: ented(points, compiled=True),
+    "ented trainer": in_trainer,
+    "gptf_pg": lambda points: ented(points, blocks=1),
+    "gptf": gptf,
+    "gpytorch": gpytorchs,
+}
+CELL = ["points", "batch", "dtype", "threads"]
+
+
+def measure(methods: list[str], points: int, batch: int, dtype: torch.dtype, rounds: int, seconds: float) -> dict:
+    """Median milliseconds a step of each method; a turn takes about `seconds`."""
     torch.set_default_dtype(dtype)
     torch.manual_seed(0)
     data = entries()
     order = torch.randperm(ENTRIES).split(batch)
     batches = [(data.indices[rows], data.values[rows].to(dtype)) for rows in order if len(rows) == batch]
     batches = batches * (1 + 100 // len(batches))
-    steps = {name: METHODS[name](points) for name in methods if name != "ented trainer"}
+    turns = {name: METHODS[name](points) for name in methods}
     counts = {}
-    for name, step in steps.items():
-        seconds(step, batches[:3])  # warm, and compiled
-        counts[name] = max(1, min(len(batches), round(turn / seconds(step, batches[:3]))))
+    for name, turn in turns.items():
+        turn(batches[:3])  # warm, and compiled
+        counts[name] = max(1, min(len(batches), round(seconds / turn(batches[:3]))))
     times: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(rounds):
-        for name in methods:
-            if name == "ented trainer":
-                times[name].append(trainer_seconds(data, points, batch, dtype, counts["ented"]))
-            else:
-                times[name].append(seconds(steps[name], batches[: counts[name]]))
+        for name, turn in turns.items():
+            times[name].append(turn(batches[: counts[name]]))
     return {name: 1e3 * statistics.median(values) for name, values in times.items()}
 
 
@@ -187,31 +199,34 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[128, 4096])
     parser.add_argument("--dtype", nargs="+", default=["float32", "float64"], choices=["float32", "float64"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    methods = ["ented", "ented compiled", "ented trainer", "gptf_pg", "gptf", "gpytorch"]
-    parser.add_argument("--methods", nargs="+", default=methods, choices=methods)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--turn", type=float, default=0.2, help="seconds that a method has in a round")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    done = pd.read_csv(arguments.csv) if arguments.csv and arguments.csv.exists() else pd.DataFrame()
+    resumed = arguments.csv and arguments.csv.exists()
+    done = pd.read_csv(arguments.csv) if resumed else pd.DataFrame(columns=["method", *CELL])
     made = {"torch": torch.__version__, "gpytorch": version("gpytorch"), "lightning": version("lightning")}
-    for cell in product(arguments.threads, arguments.dtype, arguments.batch, arguments.points):
-        threads, dtype, batch, points = cell
-        if len(done) and (done[["threads", "dtype", "batch", "points"]] == list(cell)).all(axis=1).any():
+    for threads, dtype, batch, points in product(arguments.threads, arguments.dtype, arguments.batch, arguments.points):
+        of_cell = (done[CELL] == [points, batch, dtype, threads]).all(axis=1)
+        missing = set(arguments.methods) - set(done[of_cell].method)
+        if not missing:
             continue
+        methods = [name for name in METHODS if name in missing | {"gpytorch"}]
         torch.set_num_threads(threads)
         torch._dynamo.reset()
-        times = measure(arguments.methods, points, batch, getattr(torch, dtype), arguments.rounds, arguments.turn)
+        times = measure(methods, points, batch, getattr(torch, dtype), arguments.rounds, arguments.turn)
         rows = []
         for name, milliseconds in times.items():
             row = {"method": name, "points": points, "batch": batch, "dtype": dtype, "threads": threads}
             row["milliseconds"] = round(milliseconds, 4)
-            row["gpytorch_ratio"] = round(times["gpytorch"] / milliseconds, 3) if "gpytorch" in times else None
+            row["gpytorch_ratio"] = round(times["gpytorch"] / milliseconds, 3)
             rows.append(row | made)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-        done = pd.concat([done, pd.DataFrame(rows)])
+        again = of_cell & done.method.isin(methods)
+        done = pd.concat([done[~again], pd.DataFrame(rows)], ignore_index=True)
         if arguments.csv:
             done.to_csv(arguments.csv, index=False)
 

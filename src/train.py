@@ -31,7 +31,16 @@ from omegaconf.errors import OmegaConfBaseException
 from baselines.main_effects import MainEffects
 from ented.datamodule import COODataModule
 from ented.datasets import Dataset
-from ented.distributed import connect, is_first, processes, wait_for_all
+from ented.distributed import (
+    connect,
+    from_first,
+    is_distributed,
+    is_first,
+    processes,
+    processes_of_node,
+    started_by_torchrun,
+    wait_for_all,
+)
 from ented.lightning import GaussianProcessModule, SummedStrategy
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
@@ -89,9 +98,9 @@ def train(cfg: DictConfig) -> None:
 def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
     """Do what is missing of one fold's run and return its metrics.json; `config` is cfg, resolved, with that fold."""
     run, fold = RunFolder(config), config["fold"]
-    if not cfg.force and run.metrics:
+    if not cfg.force and (result := from_first(run.metrics)):
         log.info("%s is finished", run.path)
-        return run.metrics
+        return result
     with run.logging():
         train, test = dataset.load(fold)
         likelihood: PolyaGamma = instantiate(cfg.likelihood)
@@ -109,7 +118,7 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
 
         # made before the folder, so that settings which do not fit leave nothing behind
         fitted, all_entries, part = module(), data(0), data(cfg.protocol.held_out)
-        if cfg.trainer.strategy == "ddp" and not isinstance(fitted, GaussianProcessModule):
+        if is_distributed() and not isinstance(fitted, GaussianProcessModule):
             raise InputError(f"trainer=ddp: model={cfg.model.name} runs on one device")
         if processes() > min(len(test), len(part.validation or test)):
             raise InputError(f"{processes()} processes are more than the entries to evaluate: start fewer")
@@ -136,12 +145,11 @@ def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
 
 def join(cfg: DictConfig) -> None:
     """Meet the other processes of torchrun, where trainer=ddp asks for them; only the first writes log lines."""
-    started = "LOCAL_WORLD_SIZE" in os.environ
-    if started != (cfg.trainer.strategy == "ddp"):
+    if started_by_torchrun() != (cfg.trainer.strategy == "ddp"):
         raise InputError(
             "trainer=ddp and torchrun need each other: torchrun --nproc-per-node 4 src/train.py trainer=ddp"
         )
-    if started:
+    if started_by_torchrun():
         connect("nccl" if accelerator(cfg) == "cuda" else "gloo")
     if not is_first():
         log.setLevel(logging.ERROR)
@@ -171,7 +179,8 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
     The score is the NLL, and the RMSE of a method that has no NLL.
     """
     chosen = folder / "chosen.json"
-    if not chosen.exists():
+    choice = from_first(read_json(chosen) if chosen.exists() else None)
+    if choice is None:
         history = History(folder, cfg.epochs, cfg.protocol.patience)
         fit(cfg, [history], folder, module, data)
         epochs = best_epoch(history.rows, cfg.protocol.patience)
@@ -183,8 +192,6 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
             log.warning("%s, on held-out training entries, is not a finite number after any epoch", score)
         if epochs == cfg.epochs:
             log.warning("%s, on held-out training entries, was still falling after epochs=%d", score, epochs)
-    else:
-        choice = read_json(chosen)
     log.info("the fit of lowest score on held-out training entries: %s", choice)
     return choice["epochs"]
 
@@ -192,12 +199,11 @@ def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data
 def fit(cfg, histories: list[History], folder: Path, module, data, logger=False) -> L.Trainer:
     """Train until the histories end, from the folder's checkpoint where there is one."""
     recorder = Recorder(histories, folder, cfg.checkpoint_seconds)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     trainer = L.Trainer(
         accelerator=accelerator(cfg),
-        strategy=SummedStrategy() if cfg.trainer.strategy == "ddp" else "auto",
-        devices=local,
-        num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // local,
+        strategy=SummedStrategy() if is_distributed() else "auto",
+        devices=processes_of_node(),
+        num_nodes=processes() // processes_of_node(),
         max_epochs=max(history.epochs for history in histories),
         logger=logger,
         callbacks=[*filter(None, instantiate(cfg.callbacks).values()), recorder],
@@ -208,7 +214,7 @@ def fit(cfg, histories: list[History], folder: Path, module, data, logger=False)
         log_every_n_steps=10**9,  # everything is logged by epoch
     )
     L.seed_everything(cfg.seed, verbose=False)  # the same draws, whatever ran before in this process
-    trainer.fit(module, data, ckpt_path=usable(recorder.checkpoint))
+    trainer.fit(module, data, ckpt_path=from_first(usable(recorder.checkpoint)))
     return trainer
 
 

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -61,6 +63,42 @@ def test_an_epoch_leaves_the_global_random_state_alone():
 def test_generator_depends_on_every_number():
     seeds = {generator(a, b).initial_seed() for a in range(10) for b in range(10)}
     assert len(seeds) == 100
+
+
+# several processes
+
+
+def in_each_process(data, processes):
+    """The data module, once as each process sees it."""
+    for process in range(processes):
+        data.trainer = SimpleNamespace(global_rank=process, world_size=processes)
+        yield data
+
+
+@pytest.mark.parametrize("batch_size", [8, 50, "all"])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_parts_of_all_processes_are_the_batches_of_one(batch_size, processes):
+    data = COODataModule(make(50), make(5), batch_size, seed=0)
+    whole = [x.tolist() for _, x in data.train_dataloader()]
+    loaders = [each.train_dataloader() for each in in_each_process(data, processes)]
+    for batch, (expected, *parts) in enumerate(zip(whole, *loaders, strict=True)):
+        parts = [x.tolist() for _, x in parts]
+        assert sum(parts, []) == expected
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        assert data.scale(batch) == 50 / len(expected)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_each_entry_is_evaluated_by_one_process(processes):
+    n = 2 * EVALUATION_BATCH + 5
+    data = COODataModule(make(100), make(n), 8, seed=0, held_out=0.1)
+    validation, test = data.validation.values.tolist(), list(range(n))
+    for loader, expected in (data.val_dataloader, validation), (data.test_dataloader, test):
+        parts = [values(loader()) for _ in in_each_process(data, processes)]
+        assert sum(parts, []) == expected
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    # what is written to predictions.csv is not divided
+    assert all(values(each.predict_dataloader()) == test for each in in_each_process(data, processes))
 
 
 # parts of the data

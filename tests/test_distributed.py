@@ -2,46 +2,100 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import lightning as L
 import pandas as pd
 import pytest
 import torch
+from test_train import TRAIN, binary, write_folds
 
-TRAIN = Path(__file__).parent.parent / "src/train.py"
+FLIGHTS = ["dataset=flights", "epochs=2", "inducing=10", "lr=0.01"]
 
 
 def run(folder: Path, processes: int, *settings: str) -> subprocess.CompletedProcess:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *(torchrun if processes > 1 else []), TRAIN, *settings, "fold=0", f"runs_dir={folder}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # for Kill
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
-@pytest.mark.parametrize(("model", "batch_size"), [("ented", 1111), ("gptf", 1111), ("gptf_pg", "all")])
-def test_two_processes_make_the_run_of_one(tmp_path, model, batch_size):
-    """Also where batches and test entries have odd numbers, of which one process has one more than the other."""
-    settings = [f"model={model}", "dataset=flights", "epochs=2", "inducing=10", f"batch_size={batch_size}", "lr=0.01"]
-    runs = []
-    for processes, trainer in (1, "cpu"), (2, "ddp"):
-        settings_of_trainer = [f"trainer={trainer}", "trainer.accelerator=cpu"]
-        done = run(tmp_path / trainer, processes, *settings, *settings_of_trainer)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count(" epochs  ") == 1
-        (folder,) = (tmp_path / trainer).rglob("seed=0")
-        runs.append(folder)
-    expected, actual = (torch.load(folder / "last.ckpt", weights_only=True)["state_dict"] for folder in runs)
+def trainer(processes: int) -> list[str]:
+    return [f"trainer={'ddp' if processes > 1 else 'cpu'}", "trainer.accelerator=cpu"]
+
+
+def assert_same_run(actual: Path, expected: Path) -> None:
+    """In all that two run folders hold; sums are rounded in another order."""
+    runs = actual, expected
+    actual, expected = (torch.load(folder / "last.ckpt", weights_only=True)["state_dict"] for folder in runs)
     assert any(name.startswith(("model.q", "q.")) for name in expected)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
     for file in ("epochs.csv", "holdout/epochs.csv"):
-        expected, actual = (pd.read_csv(folder / file).drop(columns="seconds") for folder in runs)
+        actual, expected = (pd.read_csv(folder / file).drop(columns="seconds") for folder in runs)
         pd.testing.assert_frame_equal(actual, expected, rtol=1e-6)
-    expected, actual = (pd.read_csv(folder / "predictions.csv") for folder in runs)
+    actual, expected = (pd.read_csv(folder / "predictions.csv") for folder in runs)
     pd.testing.assert_frame_equal(actual, expected, rtol=1e-4)  # the file has six digits
-    expected, actual = (json.loads((folder / "metrics.json").read_text())["metrics"] for folder in runs)
-    assert actual == pytest.approx(expected, rel=1e-6)
+    actual, expected = (json.loads((folder / "metrics.json").read_text()) for folder in runs)
+    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+    assert (actual["epochs"], actual["steps"]) == (expected["epochs"], expected["steps"])
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset", "batch_size"),
+    [("ented", "flights", 1111), ("gptf", "flights", 1111), ("gptf_pg", "flights", "all"), ("ented", "ones", 20)],
+)
+def test_two_processes_make_the_run_of_one(tmp_path, model, dataset, batch_size):
+    """Also where batches and test entries have odd numbers, of which one process has one more than the other."""
+    write_folds(tmp_path, "ones", 0, 1)
+    settings = FLIGHTS if dataset == "flights" else [*binary(tmp_path), "lr=0.01"]
+    runs = []
+    for processes in (2, 1):
+        folder = tmp_path / str(processes)
+        done = run(folder, processes, *settings, f"model={model}", f"batch_size={batch_size}", *trainer(processes))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(" epochs  ") == 1
+        runs += folder.rglob("seed=0")
+    assert_same_run(*runs)
+
+
+class Kill(L.Callback):
+    """A kill after three epochs, of the search for the number of epochs or of the fit that follows."""
+
+    def __init__(self, search: bool):
+        self.search = search
+
+    def on_train_epoch_start(self, trainer, pl_module) -> None:
+        if trainer.current_epoch == 3 and self.search == bool(trainer.datamodule.validation):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_run_goes_on_with_another_number_of_processes(tmp_path):
+    """The second process has an empty folder to look into, like a node that sees the files of the first one late."""
+    write_folds(tmp_path, "ones", 0, 1)
+    settings = [*binary(tmp_path), "epochs=8", "lr=0.03", "batch_size=10", "checkpoint_seconds=0"]
+    assert run(tmp_path / "whole", 1, *settings, *trainer(1)).returncode == 0
+    (whole,) = (tmp_path / "whole").rglob("seed=0")
+    assert json.loads((whole / "metrics.json").read_text())["epochs"] > 3
+
+    place = tmp_path / "killed/${oc.env:RANK,0}"
+    killed = tmp_path / "killed/0" / whole.relative_to(tmp_path / "whole")
+    parts = {}
+    for processes, search in (2, True), (1, False):
+        kill = ["+callbacks.kill._target_=test_distributed.Kill", f"+callbacks.kill.search={search}"]
+        assert run(place, processes, *settings, *trainer(processes), *kill).returncode != 0
+        file = "holdout/epochs.csv" if search else "epochs.csv"
+        parts[file] = pd.read_csv(killed / file)
+        assert len(parts[file]) == 3 and not (killed / "metrics.json").exists()
+    done = run(place, 2, *settings, *trainer(2))
+    assert done.returncode == 0, done.stderr
+    assert not [file for file in (tmp_path / "killed/1").rglob("*") if file.is_file()]  # only the first writes
+    assert_same_run(killed, whole)
+    for file, table in parts.items():  # the time of the first epochs too: they were not done again
+        pd.testing.assert_frame_equal(pd.read_csv(killed / file).head(2), table.head(2))
 
 
 def test_ddp_without_torchrun_ends_with_one_line(tmp_path):

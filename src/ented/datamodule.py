@@ -27,6 +27,12 @@ class Entries(Dataset):
         return self.indices[rows], self.values[rows]
 
 
+def batch_sizes(entries: int, batch_size: int) -> list[int]:
+    """Entries of each minibatch of an epoch, in all processes together: no more batches than needed, nearly equal."""
+    batches = -(-entries // batch_size)
+    return [entries // batches + (batch < entries % batches) for batch in range(batches)]
+
+
 class EpochBatches(Sampler):
     """Rows of each minibatch of an epoch; the order depends on the seed and the epoch alone.
 
@@ -42,8 +48,7 @@ class EpochBatches(Sampler):
     """
 
     def __init__(self, entries: int, batch_size: int, seed: int, process: int = 0, processes: int = 1):
-        self.entries = entries
-        self.batches = -(-entries // batch_size)
+        self.entries, self.sizes = entries, batch_sizes(entries, batch_size)
         self.seed, self.process, self.processes = seed, process, processes
         self.epoch = 0
 
@@ -52,18 +57,14 @@ class EpochBatches(Sampler):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.batches
+        return len(self.sizes)
 
     def __iter__(self):
         # a generator, so that the epoch is read when the first batch is asked for: where a fit is resumed,
         # Lightning makes the iterator before it sets the epoch
         order = torch.randperm(self.entries, generator=generator(self.seed, self.epoch))
-        for rows in order.tensor_split(self.batches):
+        for rows in order.split(self.sizes):
             yield rows.tensor_split(self.processes)[self.process]
-
-    def size(self, batch: int) -> int:
-        """Entries of a batch, in all processes together."""
-        return self.entries // self.batches + (batch < self.entries % self.batches)
 
 
 class COODataModule(L.LightningDataModule):
@@ -104,32 +105,31 @@ class COODataModule(L.LightningDataModule):
                 )
             self.validation = train.subset(order[:size])
             self.train = train.subset(order[size:])
+        self.sizes = batch_sizes(len(self.train), len(self.train) if batch_size == "all" else batch_size)
 
     @property
-    def process(self) -> tuple[int, int]:
+    def process_and_count(self) -> tuple[int, int]:
         """This process, and how many the fit has."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
     def scale(self, batch: int) -> float:
         """N / S: how many training entries one entry of a minibatch stands for."""
-        if self.batch_size == "all":
-            return 1.0
-        return len(self.train) / EpochBatches(len(self.train), self.batch_size, self.seed).size(batch)
+        return len(self.train) / self.sizes[batch]
 
     def train_dataloader(self) -> DataLoader:
         if self.batch_size == "all":
-            process, processes = self.process
+            process, processes = self.process_and_count
             batches = [torch.arange(len(self.train)).tensor_split(processes)[process]]
         else:
-            batches = EpochBatches(len(self.train), self.batch_size, self.seed, *self.process)
+            batches = EpochBatches(len(self.train), self.batch_size, self.seed, *self.process_and_count)
         pin = torch.cuda.is_available()  # so that the copy to the device does not wait
         return DataLoader(Entries(self.train, self.dtype), sampler=batches, batch_size=None, pin_memory=pin)
 
     def val_dataloader(self) -> DataLoader | list:
-        return self._in_order(self.validation, *self.process) if self.validation else []
+        return self._in_order(self.validation, *self.process_and_count) if self.validation else []
 
     def test_dataloader(self) -> DataLoader:
-        return self._in_order(self.test, *self.process)
+        return self._in_order(self.test, *self.process_and_count)
 
     def predict_dataloader(self) -> DataLoader:
         """All test entries, in each process."""

@@ -1,4 +1,4 @@
-"""A fit with several processes, started by torchrun: what one of them does, and sums over all."""
+"""The processes of a fit: what torchrun says of them, what one of them does, and sums over all."""
 
 import os
 
@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def is_first() -> bool:
-    """Whether this process writes the files and speaks to the user."""
-    return int(os.environ.get("RANK", 0)) == 0
+def started_by_torchrun() -> bool:
+    return "LOCAL_WORLD_SIZE" in os.environ
 
 
 def connect(backend: str) -> None:
@@ -20,14 +19,38 @@ def connect(backend: str) -> None:
         dist.init_process_group(backend)
 
 
+def is_distributed() -> bool:
+    """Whether `connect` was called; torchrun may also start one process alone."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_first() -> bool:
+    """Whether this process writes the files and speaks to the user."""
+    return not is_distributed() or dist.get_rank() == 0
+
+
+def processes() -> int:
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def processes_of_node() -> int:
+    """How many of them are on this machine; torchrun starts as many on every one."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if is_distributed() else 1
+
+
 def wait_for_all() -> None:
     """Go on when every process has come here."""
     if is_distributed():
         dist.barrier()
 
 
-def processes() -> int:
-    return dist.get_world_size() if is_distributed() else 1
+def from_first(value):
+    """The first process's value, in every process: nodes may see a file of a shared folder at different times."""
+    if not is_distributed():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def all_reduce(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -41,7 +64,3 @@ def all_reduce(*tensors: Tensor) -> tuple[Tensor, ...]:
     dist.all_reduce(flat)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return tuple(part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True))
-
-
-def is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -7,16 +7,20 @@
 The settings are listed in conf/. Started again, a command does only what is missing.
 """
 
+import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import hydra
 import lightning as L
@@ -25,7 +29,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from baselines.main_effects import MainEffects
@@ -41,11 +45,12 @@ from ented.distributed import (
     started_by_torchrun,
     wait_for_all,
 )
-from ented.lightning import GaussianProcessModule, SummedStrategy
+from ented.lightning import ENTEDModule, GaussianProcessModule, SummedStrategy
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
 from ented.predictive import Predictive
 from ented.recorder import History, Recorder, best_epoch, held_out_score
+from ented.replicas import ReplicaData, ReplicasModule
 from ented.runs import PLACES, RunFolder, finite, read_json, write, write_summary
 from ented.settings import check
 from ented.tensor import COOTensor, InputError
@@ -81,66 +86,184 @@ def train(cfg: DictConfig) -> None:
             raise InputError(f"{override}: there is no such setting; those that there are stand in conf/")
     config = OmegaConf.to_container(cfg, resolve=True)
     check(config)
+    if several(cfg.lr) and not cfg.protocol.held_out:
+        raise InputError(f"lr={cfg.lr}: only protocol=holdout chooses one of several, by held-out training entries")
+    if several(cfg.lr) and "lr" not in cfg.model:
+        raise InputError(f"lr={cfg.lr}: model={cfg.model.name} has no learning rate")
+    if cfg.replicas and (cfg.logger or cfg.trainer.strategy == "ddp"):
+        raise InputError(f"replicas={cfg.replicas} goes with logger=csv and one device")
     torch.set_num_threads(cfg.threads)
     join(cfg)
     dataset: Dataset = instantiate(cfg.dataset.source)
     if len(dataset.shape) < 2:
         raise InputError(f"dataset={cfg.dataset.name} has one mode: a decomposition needs two or more")
     folds = range(dataset.folds) if cfg.fold == "all" else [cfg.fold]
-    results = [run_fold(cfg, config | {"fold": fold}, dataset) for fold in folds]
+    seeds = cfg.seed if several(cfg.seed) else [cfg.seed]
+    runs = [Run(cfg, config | {"fold": fold, "seed": seed}, dataset) for seed in seeds for fold in folds]
+    if not cfg.force:
+        for run in runs:
+            run.look()
+    for group in [runs] if cfg.replicas else [[run] for run in runs]:
+        if not all(run.result for run in group):
+            complete(cfg, group)
     if cfg.fold == "all":
-        summary = write_summary(config, results)
-        if len(results) > 1:
-            metrics = "  ".join(f"{name} {m['mean']:.4f} ± {m['std']:.4f}" for name, m in summary.items())
-            log.info("%s  %d folds  %s", title(cfg), len(results), metrics)
+        for seed in seeds:
+            results = [run.result for run in runs if run.config["seed"] == seed]
+            summary = write_summary(config, results)
+            if len(results) > 1:
+                metrics = "  ".join(f"{name} {m['mean']:.4f} ± {m['std']:.4f}" for name, m in summary.items())
+                log.info("%s  %d folds  %s", title(cfg), len(results), metrics)
 
 
-def run_fold(cfg: DictConfig, config: dict, dataset: Dataset) -> dict:
-    """Do what is missing of one fold's run and return its metrics.json; `config` is cfg, resolved, with that fold."""
-    run, fold = RunFolder(config), config["fold"]
-    if not cfg.force and (result := from_first(run.metrics)):
-        log.info("%s is finished", run.path)
-        return result
-    with run.logging():
-        train, test = dataset.load(fold)
-        likelihood: PolyaGamma = instantiate(cfg.likelihood)
-        likelihood.check(torch.cat([train.values, test.values]))
-        log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, len(train), len(test))
+class Fit(NamedTuple):
+    """What a trainer needs."""
 
-        def data(held_out: float) -> COODataModule:
-            return COODataModule(train, test, cfg.batch_size, cfg.seed, held_out, getattr(torch, cfg.dtype))
+    module: L.LightningModule
+    data: COODataModule
+    history: History
 
-        def module() -> L.LightningModule:
-            L.seed_everything(cfg.seed, verbose=False)
-            settings = {key: value for key, value in cfg.model.items() if key not in ("name", "training")}
-            with parameters_in(getattr(torch, cfg.dtype)):
-                return instantiate(settings, shape=dataset.shape, likelihood=likelihood)
 
-        # made before the folder, so that settings which do not fit leave nothing behind
-        fitted, all_entries, part = module(), data(0), data(cfg.protocol.held_out)
-        if is_distributed() and not isinstance(fitted, GaussianProcessModule):
+class Run:
+    """One fold and one seed: the data, the module, and the folder with the results.
+
+    Parameters
+    ----------
+    cfg : all settings.
+    config : the same, resolved, with the run's own fold and seed.
+    dataset : where the data come from.
+    """
+
+    def __init__(self, cfg: DictConfig, config: dict, dataset: Dataset):
+        self.cfg, self.config, self.dataset = cfg, config, dataset
+        self.folder = RunFolder(config)
+        self.holdout = self.folder.path / "holdout"
+        self.rates: list[float] = list(cfg.lr) if several(cfg.lr) else [cfg.lr]
+        self.result: dict | None = None  # what metrics.json holds
+
+    def look(self) -> None:
+        """Take the result of an earlier start, where there is one."""
+        self.result = from_first(self.folder.metrics)
+        if self.result:
+            log.info("%s is finished", self.folder.path)
+
+    def open(self) -> None:
+        """Load the data and make the folder, after all has been seen to fit, so that else nothing is left behind."""
+        cfg, dataset, fold = self.cfg, self.dataset, self.config["fold"]
+        self.train, self.test = dataset.load(fold)
+        self.likelihood: PolyaGamma = instantiate(cfg.likelihood)
+        self.likelihood.check(torch.cat([self.train.values, self.test.values]))
+        sizes = len(self.train), len(self.test)
+        log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, *sizes)
+        module, part = self.module(self.rates[0]), self.data(cfg.protocol.held_out)
+        if cfg.replicas and not isinstance(module, ENTEDModule):
+            raise InputError(f"replicas={cfg.replicas}: runs of model={cfg.model.name} are trained one by one")
+        if is_distributed() and not isinstance(module, GaussianProcessModule):
             raise InputError(f"trainer=ddp: model={cfg.model.name} runs on one device")
-        if processes() > min(len(test), len(part.validation or test)):
+        if processes() > min(len(self.test), len(part.validation or self.test)):
             raise InputError(f"{processes()} processes are more than the entries to evaluate: start fewer")
-        if fitted.all_entries and cfg.batch_size != "all":
+        if module.all_entries and cfg.batch_size != "all":
             raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
-        run.open(cfg.force)
-        wait_for_all()  # until the first process has cleared away what another start left
-        epochs = cfg.epochs
-        if cfg.protocol.held_out:
-            epochs = choose_epochs(cfg, run.path / "holdout", module(), part)
-        history = History(run.path, epochs)
-        with tracker(cfg, run) as logger:
-            trainer = fit(cfg, [history], run.path, fitted, all_entries, logger)
-            (tested,) = trainer.test(fitted, all_entries, verbose=False)
+        self.folder.open(cfg.force)
+
+    def data(self, held_out: float) -> COODataModule:
+        seed, dtype = self.config["seed"], getattr(torch, self.cfg.dtype)
+        return COODataModule(self.train, self.test, self.cfg.batch_size, seed, held_out, dtype)
+
+    def module(self, lr: float) -> L.LightningModule:
+        L.seed_everything(self.config["seed"], verbose=False)
+        settings = {key: value for key, value in self.cfg.model.items() if key not in ("name", "training")}
+        settings |= {"lr": lr} if "lr" in settings else {}
+        with parameters_in(getattr(torch, self.cfg.dtype)):
+            return instantiate(settings, shape=self.dataset.shape, likelihood=self.likelihood)
+
+    def searches(self) -> list[Fit]:
+        """The fits to a part of the training entries, one for each learning rate, by which `choose` chooses."""
+        protocol, fits = self.cfg.protocol, []
+        for lr in self.rates:
+            folder = self.holdout / (f"lr={lr}" if len(self.rates) > 1 else "")
+            history = History(folder, self.cfg.epochs, protocol.patience)
+            fits.append(Fit(self.module(lr), self.data(protocol.held_out), history))
+        return fits
+
+    def choose(self, searches: list[Fit]) -> None:
+        """Write down the number of epochs with the lowest score on the held-out entries, and the learning rate.
+
+        The score is the NLL, and the RMSE of a method that has no NLL.
+        """
+        name = held_out_score(searches[0].history.rows)
+        epochs = [best_epoch(fit.history.rows, self.cfg.protocol.patience) for fit in searches]
+        scores = [fit.history.rows[best - 1][name] for fit, best in zip(searches, epochs, strict=True)]
+        # a nan is larger than every number
+        i = min(range(len(scores)), key=lambda i: (math.isnan(scores[i]), scores[i]))
+        choice = {"lr": self.rates[i]} if len(self.rates) > 1 else {}
+        write(self.holdout / "chosen.json", json.dumps(choice | {"epochs": epochs[i], name: finite(scores[i])}) + "\n")
+        if not math.isfinite(scores[i]):
+            log.warning("%s, on held-out training entries, is not a finite number after any epoch", name)
+        if epochs[i] == self.cfg.epochs:
+            log.warning("%s, on held-out training entries, was still falling after epochs=%d", name, epochs[i])
+
+    @property
+    def choice(self) -> dict | None:
+        """What was chosen by the held-out entries, None if nothing was yet."""
+        chosen = self.holdout / "chosen.json"
+        return from_first(read_json(chosen) if chosen.exists() else None)
+
+    def last(self) -> Fit:
+        """The fit to all training entries."""
+        choice = {}
+        if self.cfg.protocol.held_out:
+            choice = self.choice
+            log.info("the fit of lowest score on held-out training entries: %s", choice)
+        module = self.module(choice.get("lr", self.rates[0]))
+        return Fit(module, self.data(0), History(self.folder.path, choice.get("epochs", self.cfg.epochs)))
+
+    def finish(self, fit: Fit, trainer: L.Trainer) -> None:
+        """Test what was fitted, and write the results."""
+        epochs, seconds = len(fit.history.rows), fit.history.seconds  # fewer epochs where the method has converged
+        steps = epochs * len(fit.data.train_dataloader()) if trainer.optimizers else 0
+        (tested,) = trainer.test(fit.module, fit.data, verbose=False)
+        if self.cfg.replicas:
+            trainer.save_checkpoint(self.folder.path / "last.ckpt", weights_only=True)
         metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
-        run.write_predictions(dataset.modes, test, trainer.predict(fitted, all_entries))
-        log.info("%s", comparison(cfg, metrics, train, test, likelihood))
-        epochs = len(history.rows)  # fewer where the method has converged
-        result = run.finish(metrics, epochs, trainer.global_step, history.seconds, command(fold))
+        self.folder.write_predictions(self.dataset.modes, self.test, trainer.predict(fit.module, fit.data))
+        log.info("%s", comparison(self.cfg, metrics, self.train, self.test, self.likelihood))
+        self.result = self.folder.finish(metrics, epochs, steps, seconds, command(self.config))
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        log.info("%s  fold %d  %s  %d epochs  %.1f s  %s", title(cfg), fold, numbers, epochs, history.seconds, run.path)
-    return result
+        about = title(self.cfg), self.config["fold"], numbers, epochs, seconds, self.folder.path
+        log.info("%s  fold %d  %s  %d epochs  %.1f s  %s", *about)
+
+
+def complete(cfg: DictConfig, runs: list[Run]) -> None:
+    """Train the runs, several as one, and do what else is missing of them."""
+    for run in runs:
+        with run.folder.logging():
+            run.open()
+    wait_for_all()  # until the first process has cleared away what another start left
+    folder = runs[0].folder.path
+    if cfg.replicas:  # a folder for just these
+        cells = [(run.config["fold"], run.config["seed"]) for run in runs]
+        folder = folder / f"replicas-{hashlib.sha256(repr(cells).encode()).hexdigest()[:8]}"
+    if cfg.protocol.held_out and not all(run.choice for run in runs):
+        searches = [run.searches() for run in runs]
+        fits = [fit for of_run in searches for fit in of_run]
+        for group in [fits] if cfg.replicas else [[fit] for fit in fits]:
+            train_together(cfg, group, folder / "holdout" if cfg.replicas else group[0].history.folder)
+        for run, of_run in zip(runs, searches, strict=True):
+            with run.folder.logging():
+                run.choose(of_run)
+    fits = []
+    for run in runs:
+        with run.folder.logging():
+            fits.append(run.last())
+    with tracker(cfg, runs[0]) as logger:
+        trainer = train_together(cfg, fits, folder, logger)
+        # the first is the last to be finished: its folder holds what the others are resumed from
+        for run, fit in reversed(list(zip(runs, fits, strict=True))):
+            if not run.result:
+                with run.folder.logging():
+                    run.finish(fit, trainer)
+    if cfg.replicas:
+        shutil.rmtree(folder)
 
 
 def join(cfg: DictConfig) -> None:
@@ -173,31 +296,14 @@ def parameters_in(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def choose_epochs(cfg: DictConfig, folder: Path, module: L.LightningModule, data: COODataModule) -> int:
-    """Fit with a part of the training entries held out; return the number of epochs with the lowest score on them.
-
-    The score is the NLL, and the RMSE of a method that has no NLL.
-    """
-    chosen = folder / "chosen.json"
-    choice = from_first(read_json(chosen) if chosen.exists() else None)
-    if choice is None:
-        history = History(folder, cfg.epochs, cfg.protocol.patience)
-        fit(cfg, [history], folder, module, data)
-        epochs = best_epoch(history.rows, cfg.protocol.patience)
-        score = held_out_score(history.rows)
-        best = finite(history.rows[epochs - 1][score])
-        choice = {"epochs": epochs, score: best}
-        write(chosen, json.dumps(choice) + "\n")
-        if best is None:
-            log.warning("%s, on held-out training entries, is not a finite number after any epoch", score)
-        if epochs == cfg.epochs:
-            log.warning("%s, on held-out training entries, was still falling after epochs=%d", score, epochs)
-    log.info("the fit of lowest score on held-out training entries: %s", choice)
-    return choice["epochs"]
-
-
-def fit(cfg, histories: list[History], folder: Path, module, data, logger=False) -> L.Trainer:
+def train_together(cfg: DictConfig, fits: list[Fit], folder: Path, logger=False) -> L.Trainer:
     """Train until the histories end, from the folder's checkpoint where there is one."""
+    modules, datas, histories = map(list, zip(*fits, strict=True))
+    if cfg.replicas:
+        data = ReplicaData(datas, histories)
+        module = ReplicasModule(modules, data, cfg.compile)
+    else:
+        (module,), (data,) = modules, datas
     recorder = Recorder(histories, folder, cfg.checkpoint_seconds)
     trainer = L.Trainer(
         accelerator=accelerator(cfg),
@@ -213,8 +319,10 @@ def fit(cfg, histories: list[History], folder: Path, module, data, logger=False)
         use_distributed_sampler=False,
         log_every_n_steps=10**9,  # everything is logged by epoch
     )
-    L.seed_everything(cfg.seed, verbose=False)  # the same draws, whatever ran before in this process
+    L.seed_everything(datas[0].seed, verbose=False)  # the same draws, whatever ran before in this process
     trainer.fit(module, data, ckpt_path=from_first(usable(recorder.checkpoint)))
+    if cfg.replicas:
+        module.finish()
     return trainer
 
 
@@ -223,15 +331,15 @@ def usable(checkpoint: Path) -> Path | None:
     if not checkpoint.exists():
         return None
     try:
-        torch.load(checkpoint, map_location="cpu", weights_only=True)
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zipfile and pickle raise many kinds
         log.warning("%s cannot be read, training starts anew (%s)", checkpoint, " ".join(str(error).split()))
         return None
-    return checkpoint
+    return checkpoint if "loops" in state else None  # what replicas leave behind cannot be resumed from
 
 
 @contextmanager
-def tracker(cfg: DictConfig, run: RunFolder):
+def tracker(cfg: DictConfig, run: Run):
     """The experiment tracker that the config asks for, False for none; closed at the end, also after an error."""
     if not cfg.logger or not is_first():
         yield False
@@ -240,8 +348,8 @@ def tracker(cfg: DictConfig, run: RunFolder):
 
     has_key = wandb.login(prompt=False)
     mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
-    name = run.path.relative_to(str(cfg.runs_dir)).as_posix()
-    logger = instantiate(cfg.logger, save_dir=run.path, name=name, mode=mode)
+    name = run.folder.path.relative_to(str(cfg.runs_dir)).as_posix()
+    logger = instantiate(cfg.logger, save_dir=run.folder.path, name=name, mode=mode)
     logger.log_hyperparams(run.config)
     try:
         yield logger
@@ -266,15 +374,22 @@ def comparison(cfg, metrics: dict, train: COOTensor, test: COOTensor, likelihood
     return pd.DataFrame(rows).T.to_string(float_format="{:.4f}".format)
 
 
+def several(setting) -> bool:
+    """Whether a setting is a list of values."""
+    return isinstance(setting, ListConfig)
+
+
 def title(cfg: DictConfig) -> str:
     rank = f"  rank {cfg.model.rank}" if "rank" in cfg.model else ""
     return f"{cfg.dataset.name}  {cfg.model.name}{rank}"
 
 
-def command(fold: int) -> str:
-    """The command line that makes the run of one fold, without what does not change its numbers."""
-    overrides = [override for override in overrides_given() if re.split(r"[.=]", override)[0] not in {*PLACES, "fold"}]
-    return shlex.join(["python", "src/train.py", *overrides, f"fold={fold}"])
+def command(config: dict) -> str:
+    """The command line that makes one run, without what does not change its numbers."""
+    given = [(re.split(r"[.=]", override)[0], override) for override in overrides_given()]
+    kept = [override for key, override in given if key not in {*PLACES, "seed", "fold"}]
+    seed = [f"seed={config['seed']}"] if "seed" in dict(given) else []
+    return shlex.join(["python", "src/train.py", *kept, *seed, f"fold={config['fold']}"])
 
 
 def overrides_given() -> list[str]:

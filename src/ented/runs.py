@@ -29,7 +29,8 @@ from ented.tensor import COOTensor, InputError
 log = logging.getLogger("ented")
 
 # settings that change a run's numbers by no more than rounding
-PLACES = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "compile", "threads", "logger", "trainer", "callbacks"}
+PLACES = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "compile", "threads", "replicas"}
+PLACES |= {"logger", "trainer", "callbacks"}
 # and those that count only where the model takes them
 IMMATERIAL = PLACES | {"rank", "lr", "rho", "inducing", "missing"}
 
@@ -45,6 +46,7 @@ class RunFolder:
     def __init__(self, config: dict):
         self.config = config
         self.path = model_folder(config) / f"fold={config['fold']}" / f"seed={config['seed']}"
+        self._lines = MemoryHandler(capacity=10**6, flushLevel=logging.CRITICAL)
 
     def difference(self) -> str | None:
         """The first setting in which the run that the folder holds differs from this one, None if there is none."""
@@ -80,14 +82,12 @@ class RunFolder:
 
     @contextmanager
     def logging(self):
-        """Collect the log's lines; they go to train.log from the moment that `open` has made the folder."""
-        self._lines = MemoryHandler(capacity=10**6, flushLevel=logging.CRITICAL)
+        """Collect the log's lines; they go to train.log, from the moment that `open` has made the folder."""
         log.addHandler(self._lines)
         try:
             yield
         finally:
             log.removeHandler(self._lines)
-            self._lines.close()
 
     def open(self, force: bool) -> None:
         """Make the folder, or go on in the one that an earlier start with the same settings left.

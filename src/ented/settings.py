@@ -17,6 +17,12 @@ def number(value) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def one_or_several(value, holds) -> bool:
+    """Whether it holds for the value, or for the values of a list without repeats."""
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and all(map(holds, values)) and len(set(values)) == len(values)
+
+
 def shares(value) -> bool:
     return isinstance(value, list) and all(number(share) and 0 < share <= 1 for share in value)
 
@@ -29,13 +35,20 @@ RULES = {
         lambda value: whole(value) and value >= 1,
     ),
     "a whole number from 1, or all": (["batch_size"], lambda value: value == "all" or whole(value) and value >= 1),
-    "a whole number from 0 to 2^32 - 1": (["seed"], lambda value: whole(value) and 0 <= value < 2**32),
+    "a whole number from 0 to 2^32 - 1, or a list of them": (
+        ["seed"],
+        lambda value: one_or_several(value, lambda seed: whole(seed) and 0 <= seed < 2**32),
+    ),
+    "a number above 0, or a list of them for protocol=holdout": (
+        ["lr"],
+        lambda value: one_or_several(value, lambda lr: number(lr) and lr > 0),
+    ),
     "a list of whole numbers from 1": (
         ["model.hidden"],
         lambda value: isinstance(value, list) and all(whole(width) and width >= 1 for width in value),
     ),
     "a number above 0": (
-        ["lr", "likelihood.zeta", "model.init_std", "model.init_scale", "model.alpha", "model.kappa", "model.a_delta"]
+        ["likelihood.zeta", "model.init_std", "model.init_scale", "model.alpha", "model.kappa", "model.a_delta"]
         + ["model.ard_shape", "model.ard_rate", "model.offset_precision"],
         lambda value: number(value) and value > 0,
     ),
@@ -56,6 +69,7 @@ RULES = {
         ["compile"],
         lambda value: type(value) is bool and (not value or any(map(shutil.which, ("g++", "clang++")))),
     ),
+    "null or folds": (["replicas"], lambda value: value in (None, "folds")),
     "the name of a folder": (["runs_dir"], lambda value: value not in (None, "")),
     "float32 or float64": (["dtype"], lambda value: value in ("float32", "float64")),
     "auto or ddp": (["trainer.strategy"], lambda value: value in ("auto", "ddp")),

@@ -1,47 +1,17 @@
 """Two processes of torchrun, against one process with the same settings."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
-import lightning as L
 import pandas as pd
 import pytest
-import torch
-from test_train import TRAIN, binary, write_folds
+from test_train import binary, write_folds
+from training import assert_same_run, kill, run
 
 FLIGHTS = ["dataset=flights", "epochs=2", "inducing=10", "lr=0.01"]
 
 
-def run(folder: Path, processes: int, *settings: str) -> subprocess.CompletedProcess:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(torchrun if processes > 1 else []), TRAIN, *settings, "fold=0", f"runs_dir={folder}"]
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # for Kill
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
 def trainer(processes: int) -> list[str]:
     return [f"trainer={'ddp' if processes > 1 else 'cpu'}", "trainer.accelerator=cpu"]
-
-
-def assert_same_run(actual: Path, expected: Path) -> None:
-    """In all that two run folders hold; sums are rounded in another order."""
-    runs = actual, expected
-    actual, expected = (torch.load(folder / "last.ckpt", weights_only=True)["state_dict"] for folder in runs)
-    assert any(name.startswith(("model.q", "q.")) for name in expected)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
-    for file in ("epochs.csv", "holdout/epochs.csv"):
-        actual, expected = (pd.read_csv(folder / file).drop(columns="seconds") for folder in runs)
-        pd.testing.assert_frame_equal(actual, expected, rtol=1e-6)
-    actual, expected = (pd.read_csv(folder / "predictions.csv") for folder in runs)
-    pd.testing.assert_frame_equal(actual, expected, rtol=1e-4)  # the file has six digits
-    actual, expected = (json.loads((folder / "metrics.json").read_text()) for folder in runs)
-    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
-    assert (actual["epochs"], actual["steps"]) == (expected["epochs"], expected["steps"])
 
 
 @pytest.mark.parametrize(
@@ -62,35 +32,22 @@ def test_two_processes_make_the_run_of_one(tmp_path, model, dataset, batch_size)
     assert_same_run(*runs)
 
 
-class Kill(L.Callback):
-    """A kill after three epochs, of the search for the number of epochs or of the fit that follows."""
-
-    def __init__(self, search: bool):
-        self.search = search
-
-    def on_train_epoch_start(self, trainer, pl_module) -> None:
-        if trainer.current_epoch == 3 and self.search == bool(trainer.datamodule.validation):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_killed_run_goes_on_with_another_number_of_processes(tmp_path):
     """The second process has an empty folder to look into, like a node that sees the files of the first one late."""
     write_folds(tmp_path, "ones", 0, 1)
     settings = [*binary(tmp_path), "epochs=8", "lr=0.03", "batch_size=10", "checkpoint_seconds=0"]
-    assert run(tmp_path / "whole", 1, *settings, *trainer(1)).returncode == 0
+    assert run(tmp_path / "whole", 1, *settings, "fold=0", *trainer(1)).returncode == 0
     (whole,) = (tmp_path / "whole").rglob("seed=0")
     assert json.loads((whole / "metrics.json").read_text())["epochs"] > 3
 
     place = tmp_path / "killed/${oc.env:RANK,0}"
     killed = tmp_path / "killed/0" / whole.relative_to(tmp_path / "whole")
     parts = {}
-    for processes, search in (2, True), (1, False):
-        kill = ["+callbacks.kill._target_=test_distributed.Kill", f"+callbacks.kill.search={search}"]
-        assert run(place, processes, *settings, *trainer(processes), *kill).returncode != 0
-        file = "holdout/epochs.csv" if search else "epochs.csv"
+    for processes, moment, file in (2, "search", "holdout/epochs.csv"), (1, "fit", "epochs.csv"):
+        assert run(place, processes, *settings, "fold=0", *trainer(processes), *kill(moment)).returncode != 0
         parts[file] = pd.read_csv(killed / file)
         assert len(parts[file]) == 3 and not (killed / "metrics.json").exists()
-    done = run(place, 2, *settings, *trainer(2))
+    done = run(place, 2, *settings, "fold=0", *trainer(2))
     assert done.returncode == 0, done.stderr
     assert not [file for file in (tmp_path / "killed/1").rglob("*") if file.is_file()]  # only the first writes
     assert_same_run(killed, whole)

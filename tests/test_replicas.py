@@ -1,13 +1,15 @@
 """Replicas trained together, against each of them trained by itself."""
 
 import copy
+import json
 
 import lightning as L
 import pandas as pd
 import pytest
 import torch
+from test_train import binary, write_folds
 from torch.testing import assert_close
-from training import fit, train
+from training import assert_same_run, fit, kill, run, train
 
 from ented.datamodule import COODataModule
 from ented.lightning import ENTEDModule
@@ -133,3 +135,56 @@ def test_adam_is_pytorchs_for_every_slice_with_a_turn():
             if turn:
                 adam.step()
     assert_close(together.detach(), torch.stack(slices).detach(), rtol=1e-7, atol=0)
+
+
+# from the command line
+
+
+SETTINGS = ["seed=[0,3]", "lr=[0.01,0.1]", "epochs=9", "protocol.patience=4", "batch_size=13", "checkpoint_seconds=0"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Two folds and two seeds, one by one, each with two learning rates to choose from."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_folds(folder, "ones", 0, 1)
+    done = run(folder / "runs", 1, *binary(folder), *SETTINGS)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def run_folders(runs_dir):
+    return sorted(runs_dir.rglob("seed=*"))
+
+
+@pytest.mark.parametrize("moment", ["never", "search", "fit", "test"])
+def test_a_command_with_replicas_makes_the_runs_that_it_makes_without(alone, tmp_path, moment):
+    """Also where it was killed and started again."""
+    command = [*binary(alone), *SETTINGS, "replicas=folds"]
+    if moment != "never":
+        assert run(tmp_path, 1, *command, *kill(moment)).returncode == -9
+    done = run(tmp_path, 1, *command)
+    assert done.returncode == 0, done.stderr
+    expected, actual = run_folders(alone / "runs"), run_folders(tmp_path)
+    assert len(actual) == 4
+    for one, other in zip(actual, expected, strict=True):
+        assert_same_run(one, other)
+        assert {file.name for file in one.iterdir()} == {file.name for file in other.iterdir()}
+        chosen, rates = (json.loads((folder / "holdout/chosen.json").read_text()) for folder in (one, other))
+        assert chosen == pytest.approx(rates, rel=1e-6)
+        assert json.loads((one / "metrics.json").read_text())["command"].count("seed=") == 1
+    summary, of_alone = (
+        json.loads((folder / "ones/ented/rank=2/summary.json").read_text()) for folder in (tmp_path, alone / "runs")
+    )
+    assert set(summary["seeds"]) == {"0", "3"}
+    for seed, one in summary["seeds"].items():
+        for name, value in one["metrics"].items():
+            assert value == pytest.approx(of_alone["seeds"][seed]["metrics"][name], rel=1e-6)
+
+
+def test_the_learning_rate_of_the_lowest_held_out_score_is_chosen(alone):
+    for folder in run_folders(alone / "runs"):
+        lowest = {lr: pd.read_csv(folder / f"holdout/lr={lr}/epochs.csv").val_nll.min() for lr in (0.01, 0.1)}
+        chosen = json.loads((folder / "holdout/chosen.json").read_text())
+        assert chosen["lr"] == min(lowest, key=lowest.get)
+        assert chosen["val_nll"] == pytest.approx(min(lowest.values()))

@@ -16,10 +16,10 @@ import torch
 import yaml
 from scipy.stats import nbinom
 from sklearn.metrics import roc_auc_score
+from training import TRAIN
 
 from ented.recorder import best_epoch
 
-TRAIN = Path(__file__).parent.parent / "src" / "train.py"
 TINY = ["epochs=3", "inducing=8", "rank=2", "dataset.source.shape=[6,5,4]", "dataset.source.folds=2"]
 
 
@@ -348,6 +348,11 @@ MISTAKES = {
     "lr=fast": POSITIVE,
     "lr=inf": POSITIVE,
     "lr=null": POSITIVE,
+    "lr=[]": POSITIVE,
+    "lr=[0.1,0]": POSITIVE,
+    "lr=[0.1,0.1]": POSITIVE,
+    "seed=[1,1]": "from 0 to 2^32 - 1",
+    "replicas=seeds": "it must be null or folds",
     "rho=1.5": "above 0 and at most 1",
     "dtype=float16": "it must be float32 or float64",
     "trainer.accelerator=tpu": "it must be auto, cpu, or cuda",
@@ -369,6 +374,21 @@ def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, mon
     assert err.startswith("error: ") and err.count("\n") == 1, err
     assert MISTAKES[mistake] in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model=gptf"], "replicas=folds: runs of model=gptf are trained one by one"),
+        (["logger=wandb"], "replicas=folds goes with logger=csv and one device"),
+        (["lr=[0.1,0.2]", "protocol=paper"], "only protocol=holdout chooses one of several"),
+        (["lr=[0.1,0.2]", "model=main_effects"], "model=main_effects has no learning rate"),
+    ],
+)
+def test_settings_that_do_not_go_together(command, tiny, settings, message):
+    code, _, err = command(*binary(tiny), "replicas=folds", *settings)
+    assert code == 1 and err.count("\n") == 1 and message in err
+    assert not (tiny.parent / "runs").exists()
 
 
 def test_mistakes_in_the_data_end_with_one_line(command, tiny):

@@ -1,10 +1,20 @@
-"""A fit as `src/train.py` makes it, without its settings."""
+"""Fits, without the settings of `src/train.py`, and whole runs in other processes."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning as L
+import pandas as pd
+import pytest
+import torch
 
 from ented.recorder import History, Recorder
+
+TRAIN = Path(__file__).parent.parent / "src" / "train.py"
 
 
 def fit(module, data, epochs: int, folder: Path, *callbacks: L.Callback, patience: int | None = None) -> History:
@@ -28,3 +38,52 @@ def train(module, data, histories: list[History], folder: Path, *callbacks: L.Ca
         use_distributed_sampler=False,
     )
     trainer.fit(module, data, ckpt_path=recorder.checkpoint if recorder.checkpoint.exists() else None)
+
+
+def run(folder: Path, processes: int, *settings: str) -> subprocess.CompletedProcess:
+    """`src/train.py` in a process of its own, or in several by torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *(torchrun if processes > 1 else []), TRAIN, *settings, f"runs_dir={folder}"]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # for Kill
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment.pop("HYDRA_FULL_ERROR", None)  # which other tests leave behind
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+class Kill(L.Callback):
+    """A kill after three epochs of the search for the number of epochs or of the fit, or in the second test."""
+
+    def __init__(self, moment: str):
+        self.moment, self.tests = moment, 0
+
+    def on_train_epoch_start(self, trainer, pl_module) -> None:
+        moment = "search" if trainer.datamodule.val_dataloader() else "fit"
+        if trainer.current_epoch == 3 and self.moment == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_test_start(self, trainer, pl_module) -> None:
+        self.tests += 1
+        if self.tests == 2 and self.moment == "test":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill(moment: str) -> list[str]:
+    """The settings for `run` that add `Kill`."""
+    return ["+callbacks.kill._target_=training.Kill", f"+callbacks.kill.moment={moment}"]
+
+
+def assert_same_run(actual: Path, expected: Path) -> None:
+    """In all that two run folders hold; sums are rounded in another order."""
+    runs = actual, expected
+    histories = [file.relative_to(expected) for file in expected.rglob("epochs.csv")]
+    actual, expected = (torch.load(folder / "last.ckpt", weights_only=True)["state_dict"] for folder in runs)
+    assert any(name.startswith(("model.q", "q.")) for name in expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
+    for file in histories:
+        actual, expected = (pd.read_csv(folder / file).drop(columns="seconds") for folder in runs)
+        pd.testing.assert_frame_equal(actual, expected, rtol=1e-6)
+    actual, expected = (pd.read_csv(folder / "predictions.csv") for folder in runs)
+    pd.testing.assert_frame_equal(actual, expected, rtol=1e-4)  # the file has six digits
+    actual, expected = (json.loads((folder / "metrics.json").read_text()) for folder in runs)
+    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+    assert (actual["epochs"], actual["steps"]) == (expected["epochs"], expected["steps"])

@@ -160,6 +160,8 @@ class ReplicasModule(L.LightningModule):
     def __init__(self, replicas: list[ENTEDModule], data: ReplicaData, compile: bool = False):
         super().__init__()
         self.replicas, self.histories = replicas, data.histories
+        for module, of_replica in zip(replicas, data.replicas, strict=True):
+            module.start(of_replica.train)
         self.model = stack([module.model for module in replicas])
         self.metrics = nn.ModuleList(module.metrics for module in replicas)
         self.step = torch.compile(self.model.step) if compile else self.model.step

@@ -29,7 +29,7 @@ class GPTF(GaussianProcessModule):
     ----------
     shape : sizes of the tensor's modes.
     likelihood : says of which kind the entries are: ones and zeros are probit, counts Gaussian as if continuous.
-    rank, inducing, init_std, jitter : see `ented.model.FactorProcess`.
+    rank, inducing, init_std, jitter, sparse_gradients : see `ented.model.FactorProcess`.
     lr, milestones : of Adam, see `GaussianProcessModule`.
     """
 
@@ -43,8 +43,10 @@ class GPTF(GaussianProcessModule):
         jitter: float = 1e-4,
         lr: float = 1e-3,
         milestones: tuple[float, ...] = (),
+        sparse_gradients: bool = False,
     ):
-        super().__init__(likelihood.kind, FactorProcess(shape, rank, inducing, init_std, jitter), lr, milestones)
+        process = FactorProcess(shape, rank, inducing, init_std, jitter, sparse_gradients=sparse_gradients)
+        super().__init__(likelihood.kind, process, lr, milestones)
         self.q = CholeskyGaussian(inducing)
         self.likelihood = Probit() if likelihood.kind == "binary" else Gaussian()
 
@@ -76,14 +78,14 @@ class GPTF(GaussianProcessModule):
         *gradients, phi_bar = torch.autograd.grad(self.q.kl() / processes() - scale * data, [*parameters, features.phi])
         for parameter, gradient in zip(parameters, all_reduce(*gradients), strict=True):
             parameter.grad = gradient
-        self.model.backward(indices, features, phi_bar)
+        self.model.backward(indices, features, phi_bar, scale)
         self.model.failures += features.info
         return data.detach()
 
     def training_step(self, batch: Batch, batch_index: int) -> None:
         indices, values = batch
         self.bound_sum += self.step(indices, values, self.trainer.datamodule.scale(batch_index))
-        self.optimizers().step()
+        self.adam_step(indices)
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's bound, whose data term sums what each minibatch gave when its turn came."""

@@ -90,6 +90,8 @@ def train(cfg: DictConfig) -> None:
         raise InputError(f"lr={cfg.lr}: only protocol=holdout chooses one of several, by held-out training entries")
     if several(cfg.lr) and "lr" not in cfg.model:
         raise InputError(f"lr={cfg.lr}: model={cfg.model.name} has no learning rate")
+    if cfg.model.get("sparse_gradients") and (cfg.replicas or cfg.trainer.strategy == "ddp"):
+        raise InputError("model.sparse_gradients=true goes with one run at a time and one device")
     if cfg.replicas and (cfg.logger or cfg.trainer.strategy == "ddp"):
         raise InputError(f"replicas={cfg.replicas} goes with logger=csv and one device")
     torch.set_num_threads(cfg.threads)

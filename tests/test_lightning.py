@@ -118,3 +118,34 @@ def test_a_compiled_step_trains_the_same_model(tmp_path):
     expected, actual = (module.state_dict() for module in modules)
     torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
     assert counters["frames"]["ok"] > 0
+
+
+@kinds
+def test_sparse_gradients_make_the_same_fit_where_every_step_has_all_rows(kind, tmp_path):
+    modules = [make_module(kind, milestones=(0.5,), sparse_gradients=sparse) for sparse in (False, True)]
+    data = make_data(kind, "all")
+    for module in modules:
+        fit(module, data, 5, tmp_path / str(module.model.sparse_gradients))
+    dense, sparse = (module.model for module in modules)
+    assert (sparse.row_counts > 0).all()
+    state = sparse.state_dict()
+    state.pop("row_counts")
+    torch.testing.assert_close(state, dict(dense.state_dict()), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_step_with_sparse_gradients_moves_the_rows_of_its_batch_alone(compile, tmp_path):
+    states = []
+
+    class Before(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            states.append((pl_module.model.rows(batch[0]).unique(), pl_module.model.Z.detach().clone()))
+
+    module = make_module("count", sparse_gradients=True, compile=compile)
+    fit(module, make_data("count", 5), 2, tmp_path, Before())
+    states.append((None, module.model.Z.detach()))
+    assert len(states) == 19
+    for (rows, before), (_, after) in zip(states, states[1:], strict=False):
+        moved = (before != after).any(1).nonzero().squeeze(1)
+        assert torch.equal(moved, rows)
+    assert not module.model.Z_bar.any()

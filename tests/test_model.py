@@ -257,7 +257,7 @@ def gradient_by_hand(model, indices, x, scale):
     """Of the bound, in Z and X."""
     features = model.features(indices)
     phi_bar, _, _ = model.feature_gradient(features, x, scale)
-    model.backward(indices, features, phi_bar)
+    model.backward(indices, features, phi_bar, scale)
     return -model.Z.grad, -model.inducing.X.grad
 
 
@@ -309,6 +309,31 @@ def test_feature_gradient_returns_the_bounds_and_the_mean_of_f(kind):
         f_mean, _, kl = dense_posterior(model.inducing.X, M, model.q.mean, model.q.covariance)
         expected = dense_elbo_of(model, kind, indices, x) + kl - Normal(0, 1).log_prob(model.Z).sum()
     torch.testing.assert_close((bound.sum(), mean), (expected, f_mean))
+
+
+# sparse gradients
+
+
+@kinds
+def test_sparse_gradients_of_an_epochs_batches_add_up_to_the_gradient(kind):
+    """With scale 1, so that each entry carries its share of the prior; a row without entries has a gradient of 0."""
+    (indices, x), dense = make_entries(kind), make_model(kind, 2)
+    indices[:, 0].clamp_(max=2)  # the last row has none
+    counts = torch.cat([indices[:, mode].bincount(minlength=size) for mode, size in enumerate(SHAPE)])
+    sparse = ENTED(SHAPE, LIKELIHOODS[kind], RANK, 6, kernel=dense.kernel, jitter=JITTER, sparse_gradients=True)
+    sparse = sparse.double()
+    sparse.load_state_dict(dense.state_dict(), strict=False)
+    sparse.count_rows(counts)
+    assert (counts == 0).any() and not sparse.Z[counts == 0].any()
+    dense.Z.data.copy_(sparse.Z)
+    gradient_by_hand(dense, indices, x, 1.0)
+    X_bar = torch.zeros_like(sparse.inducing.X)
+    for part in torch.arange(ENTRIES).split(5):
+        features = sparse.features(indices[part])
+        phi_bar, _, _ = sparse.feature_gradient(features, x[part], 1.0)
+        sparse.backward(indices[part], features, phi_bar, 1.0)
+        X_bar += sparse.inducing.X.grad
+    torch.testing.assert_close((sparse.Z.grad, X_bar), (dense.Z.grad, dense.inducing.X.grad), rtol=1e-9, atol=1e-11)
 
 
 # posterior of f

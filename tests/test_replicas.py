@@ -15,7 +15,7 @@ from ented.datamodule import COODataModule
 from ented.lightning import ENTEDModule
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.recorder import History
-from ented.replicas import ReplicaAdam, ReplicaData, ReplicasModule
+from ented.replicas import ReplicaData, ReplicasModule
 from ented.tensor import COOTensor
 
 SHAPE = (7, 6, 5)
@@ -118,23 +118,6 @@ def test_a_compiled_step_trains_the_same_replicas(tmp_path):
         fit_together(modules, datas, histories, tmp_path / str(compile), compile=compile)
         results.append([module.state_dict() for module in modules])
     assert_close(*results, rtol=1e-7, atol=1e-9)
-
-
-def test_adam_is_pytorchs_for_every_slice_with_a_turn():
-    random = torch.Generator().manual_seed(0)
-    values = torch.randn(3, 4, 2, generator=random, dtype=torch.float64)
-    together, lr = torch.nn.Parameter(values.clone()), [0.1, 0.02, 0.5]
-    optimizer = ReplicaAdam([together], torch.tensor(lr))
-    slices = [torch.nn.Parameter(value.clone()) for value in values]
-    adams = [torch.optim.Adam([one], rate) for one, rate in zip(slices, lr, strict=True)]
-    for turns in ([1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]):
-        together.grad = torch.randn(values.shape, generator=random, dtype=torch.float64)
-        optimizer.step(active=torch.tensor(turns).bool())
-        for one, adam, gradient, turn in zip(slices, adams, together.grad, turns, strict=True):
-            one.grad = gradient.clone()
-            if turn:
-                adam.step()
-    assert_close(together.detach(), torch.stack(slices).detach(), rtol=1e-7, atol=0)
 
 
 # from the command line

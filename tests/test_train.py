@@ -381,6 +381,7 @@ def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, mon
     [
         (["model=gptf"], "replicas=folds: runs of model=gptf are trained one by one"),
         (["logger=wandb"], "replicas=folds goes with logger=csv and one device"),
+        (["model.sparse_gradients=true"], "model.sparse_gradients=true goes with one run at a time and one device"),
         (["lr=[0.1,0.2]", "protocol=paper"], "only protocol=holdout chooses one of several"),
         (["lr=[0.1,0.2]", "model=main_effects"], "model=main_effects has no learning rate"),
     ],

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from ented.adam import RowAdam
 from ented.distributed import all_reduce
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
@@ -256,9 +257,27 @@ class GaussianProcessModule(CompletionModule):
         self.register_buffer("bound_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), self.lr, fused=True)
+        rows = [self.model.Z] if self.model.sparse_gradients else []
+        others = [parameter for parameter in self.parameters() if not any(parameter is Z for Z in rows)]
+        optimizers = [torch.optim.Adam(others, self.lr, fused=True)] + ([RowAdam(rows, self.lr)] if rows else [])
         epochs = milestone_epochs(self.milestones, self.trainer.max_epochs)
-        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=MILESTONE_FACTOR)]
+        return optimizers, [
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=MILESTONE_FACTOR) for optimizer in optimizers
+        ]
+
+    def adam_step(self, indices: Int[Tensor, "S D"]) -> None:
+        """Move all parameters by their gradients; with sparse gradients, those factor rows that the entries have."""
+        if not self.model.sparse_gradients:
+            self.optimizers().step()
+            return
+        others, of_rows = self.optimizers()
+        others.step()
+        of_rows.step(rows=self.model.rows(indices).flatten())
+
+    def start(self, train: COOTensor) -> None:
+        if self.model.sparse_gradients and not self.started:
+            self.model.count_rows(train.row_counts())
+        super().start(train)
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -274,7 +293,9 @@ class GaussianProcessModule(CompletionModule):
 
     def on_train_epoch_end(self) -> None:
         check_numbers(self.model, self.bound_sum, self.current_epoch)
-        self.lr_schedulers().step()
+        schedulers = self.lr_schedulers()
+        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+            scheduler.step()
 
     def bound(self) -> Float[Tensor, ""]:
         """Sum of the bounds of the epoch's entries in all processes, without the KL."""
@@ -287,7 +308,7 @@ class ENTEDModule(GaussianProcessModule):
 
     Parameters
     ----------
-    shape, likelihood, rank, inducing, blocks, init_std, jitter : see `ented.model.ENTED`.
+    shape, likelihood, rank, inducing, blocks, init_std, jitter, sparse_gradients : see `ented.model.ENTED`.
     lr, milestones : of Adam, see `GaussianProcessModule`.
     rho : natural gradient step size in (0, 1].
     compile : whether `torch.compile` makes one program of the model's part of a step, in the first of them.
@@ -306,8 +327,9 @@ class ENTEDModule(GaussianProcessModule):
         rho: float,
         milestones: tuple[float, ...] = (),
         compile: bool = False,
+        sparse_gradients: bool = False,
     ):
-        model = ENTED(shape, likelihood, rank, inducing, blocks, init_std, jitter)
+        model = ENTED(shape, likelihood, rank, inducing, blocks, init_std, jitter, sparse_gradients=sparse_gradients)
         super().__init__(likelihood.kind, model, lr, milestones)
         self.step = torch.compile(model.step) if compile else model.step
         self.register_buffer("rho", torch.tensor(rho, dtype=torch.float64), persistent=False)
@@ -319,7 +341,7 @@ class ENTEDModule(GaussianProcessModule):
     def training_step(self, batch: Batch, batch_index: int) -> None:
         indices, values = batch
         bound, mean = self.step(indices, values, self.trainer.datamodule.scale(batch_index), self.rho)
-        self.optimizers().step()
+        self.adam_step(indices)
         self.bound_sum += bound.sum()
         self.log_prob_sum += self.model.likelihood.log_prob(values, mean).sum()
 

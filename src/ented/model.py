@@ -39,6 +39,8 @@ class FactorProcess(nn.Module):
     init_std : standard deviation of the Gaussian that Z and X start from.
     jitter : added to the diagonal of k(X, X).
     kernel : covariance function.
+    sparse_gradients : whether a step leaves the factor rows alone that its batch does not hold. Each entry then carries
+        its share of its rows' prior, log p(z_i) / n_i for a row with n_i training entries, see `count_rows`.
 
     Raises
     ------
@@ -53,6 +55,7 @@ class FactorProcess(nn.Module):
         init_std: float = 0.5,
         jitter: float = 1e-4,
         kernel: RBF | None = None,
+        sparse_gradients: bool = False,
     ):
         super().__init__()
         for name, value in {"rank": rank, "inducing": inducing}.items():
@@ -64,6 +67,11 @@ class FactorProcess(nn.Module):
         self.Z = nn.Parameter(init_std * torch.randn(sum(self.shape), rank))
         self.inducing = InducingBlocks(inducing, len(self.shape) * rank, init_std, jitter)
         self.register_buffer("offsets", torch.tensor([0, *accumulate(self.shape)][:-1]), persistent=False)
+        self.sparse_gradients = sparse_gradients
+        if sparse_gradients:
+            # the gradient's place, zero between the steps, see `ented.adam.RowAdam`
+            self.register_buffer("Z_bar", torch.zeros_like(self.Z), persistent=False)
+            self.register_buffer("row_counts", torch.ones(len(self.Z)))
         # not 0 once a factorisation has failed; read once an epoch, so that no step waits for the device
         self.register_buffer("failures", torch.zeros((), dtype=torch.long), persistent=False)
 
@@ -72,17 +80,42 @@ class FactorProcess(nn.Module):
         """Factor matrix of each mode."""
         return self.Z.detach().split(self.shape, -2)
 
+    @torch.no_grad()
+    def count_rows(self, counts: Int[Tensor, "I"]) -> None:
+        """Take how many training entries each row has; one that has none is put where its prior is highest."""
+        self.row_counts.copy_(counts)
+        self.Z.mul_((counts > 0)[:, None])
+
+    def rows(self, indices: Int[Tensor, "... S D"]) -> Int[Tensor, "... S D"]:
+        """The entries' rows of Z."""
+        return indices + self.offsets
+
     def features(self, indices: Int[Tensor, "... S D"]) -> Features:
         """Whitened features of a batch, differentiable in Z and X."""
-        m = embedding(indices + self.offsets, self.Z.flatten(0, -2)).flatten(-2)
+        m = embedding(self.rows(indices), self.Z.flatten(0, -2)).flatten(-2)
         return self.inducing(self.kernel, m)
 
     @torch.no_grad()
-    def backward(self, indices: Int[Tensor, "... S D"], features: Features, phi_bar: Float[Tensor, "... S P"]) -> None:
-        """Set the gradients of Z and X to those of a loss that has the derivative phi_bar in Phi, less log p(Z)."""
+    def backward(
+        self,
+        indices: Int[Tensor, "... S D"],
+        features: Features,
+        phi_bar: Float[Tensor, "... S P"],
+        scale: float | Float[Tensor, "... S"],
+    ) -> None:
+        """Set the gradients of Z and X to those of a loss that has the derivative phi_bar in Phi, less log p(Z).
+
+        `scale` is what one entry of the batch stands for, here of the prior.
+        """
         X_bar, M_bar = self.inducing.backward(self.kernel, features, phi_bar)
-        rows, Z_bar = (indices + self.offsets).flatten(), torch.zeros_like(self.Z)
-        Z_bar.flatten(0, -2).index_add_(0, rows, M_bar.reshape(-1, self.Z.shape[-1]))
+        rows, M_bar = self.rows(indices), M_bar.reshape(*indices.shape, -1)
+        if self.sparse_gradients:
+            M_bar += (scale / self.row_counts[rows])[..., None] * self.Z[rows]
+            self.Z.grad = self.Z_bar.index_add_(0, rows.flatten(), M_bar.flatten(0, -2))
+            self.inducing.X.grad = X_bar
+            return
+        Z_bar = torch.zeros_like(self.Z)
+        Z_bar.flatten(0, -2).index_add_(0, rows.flatten(), M_bar.flatten(0, -2))
         self.inducing.X.grad, Z_bar = all_reduce(X_bar, Z_bar)
         self.Z.grad = Z_bar + self.Z
 
@@ -96,7 +129,7 @@ class ENTED(FactorProcess):
 
     Parameters
     ----------
-    shape, rank, init_std, jitter, kernel : see `FactorProcess`.
+    shape, rank, init_std, jitter, kernel, sparse_gradients : see `FactorProcess`.
     likelihood : of an entry given f.
     inducing : inducing points in all blocks together.
     blocks : orthogonal blocks they are divided into: 2 is ENTED, 1 is GPTF-PG.
@@ -116,8 +149,9 @@ class ENTED(FactorProcess):
         init_std: float = 0.5,
         jitter: float = 1e-4,
         kernel: RBF | None = None,
+        sparse_gradients: bool = False,
     ):
-        super().__init__(shape, rank, inducing, init_std, jitter, kernel)
+        super().__init__(shape, rank, inducing, init_std, jitter, kernel, sparse_gradients)
         if blocks < 1:
             raise InputError(f"model.blocks={blocks}: it must be at least 1")
         if inducing % blocks:
@@ -158,7 +192,7 @@ class ENTED(FactorProcess):
         features = self.features(indices)
         self.natural_gradient_step(features, values, scale, rho)
         phi_bar, bound, mean = self.feature_gradient(features, values, scale)
-        self.backward(indices, features, phi_bar)
+        self.backward(indices, features, phi_bar, scale)
         return bound, mean
 
     @torch.no_grad()

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import lightning as L
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ented.adam import ReplicaAdam
 from ented.datamodule import COODataModule
 from ented.lightning import MILESTONE_FACTOR, ENTEDModule, check_numbers, milestone_epochs
 from ented.model import ENTED
@@ -37,37 +38,6 @@ def stack(models: list[ENTED]) -> ENTED:
     replica = torch.arange(len(models), device=together.offsets.device)[:, None, None]
     together.offsets = together.offsets[:, None] + replica * together.Z.shape[-2]
     return together
-
-
-class ReplicaAdam(torch.optim.Optimizer):
-    """Adam (Kingma and Ba 2015) with a learning rate and a number of steps for each slice of the first dimension.
-
-    Parameters
-    ----------
-    params : tensors (B, ., .).
-    lr : of each slice, (B,).
-    """
-
-    def __init__(self, params, lr: Float[Tensor, "B"], betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure=None, *, active: Bool[Tensor, "B"]) -> None:
-        """One step of the active slices."""
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter not in self.state:
-                    zeros = torch.zeros_like(parameter)
-                    steps = zeros.new_zeros(len(zeros), 1, 1)
-                    self.state[parameter] = {"step": steps, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-                state, on = self.state[parameter], active[:, None, None].to(parameter.dtype)
-                steps = state["step"].add_(on).clamp_min(1)
-                mean = state["exp_avg"].lerp_(parameter.grad, (1 - beta1) * on)
-                square = state["exp_avg_sq"].lerp_(parameter.grad.square(), (1 - beta2) * on)
-                size = on * group["lr"].to(parameter)[:, None, None] / (1 - beta1**steps)
-                root = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
-                parameter.addcmul_(-size, mean / root)
 
 
 class ReplicaBatches(Sampler):

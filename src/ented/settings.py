@@ -64,7 +64,7 @@ RULES = {
     "arithmetic or geometric": (["model.estimate"], lambda value: value in ("arithmetic", "geometric")),
     "a list of shares of the epochs, each above 0 and at most 1": (["protocol.milestones", "model.milestones"], shares),
     "a number or all": (["fold"], lambda value: value == "all" or whole(value)),
-    "true or false": (["force"], lambda value: type(value) is bool),
+    "true or false": (["force", "model.sparse_gradients"], lambda value: type(value) is bool),
     "false, or true where there is a C++ compiler": (
         ["compile"],
         lambda value: type(value) is bool and (not value or any(map(shutil.which, ("g++", "clang++")))),

@@ -90,6 +90,11 @@ class COOTensor:
         """Whether all values are 0 or 1."""
         return bool(self.values.max() <= 1)
 
+    def row_counts(self) -> Int64[Tensor, "I"]:
+        """Number of entries with each index: of mode 0, then of mode 1, and so on; I is the sum of the sizes."""
+        counts = [self.indices[:, mode].bincount(minlength=size) for mode, size in enumerate(self.shape)]
+        return torch.cat(counts)
+
     def subset(self, rows: Int64[Tensor, "M"] | Bool[Tensor, "N"]) -> "COOTensor":
         """Return the entries in the given rows, in that order.
 

@@ -1,0 +1,72 @@
+"""Adam (Kingma and Ba 2015) where a step moves only a part of a tensor, and each part counts its own steps.
+
+With the gradient g of a part and t the number of its steps,
+
+    m <- beta1 m + (1 - beta1) g,    v <- beta2 v + (1 - beta2) g^2
+    x <- x - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps).
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+
+
+class PartialAdam(torch.optim.Optimizer):
+    """What both have in common.
+
+    Parameters
+    ----------
+    params : tensors whose first dimension counts the parts.
+    lr : learning rate.
+    """
+
+    def __init__(self, params, lr: float | Float[Tensor, "B"]):
+        super().__init__(params, {"lr": lr})
+
+    def parameters(self):
+        """Each parameter, its state, and the learning rate."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = parameter.new_zeros(len(parameter), *[1] * (parameter.ndim - 1))
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                yield parameter, state, group["lr"]
+
+
+def direction(m: Float[Tensor, "..."], v: Float[Tensor, "..."], t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """What lr is multiplied by."""
+    return m / ((v / (1 - BETA2**t)).sqrt_().add_(EPS).mul_(1 - BETA1**t))
+
+
+class ReplicaAdam(PartialAdam):
+    """For tensors (B, ., .) of B replicas, which have their own learning rates."""
+
+    @torch.no_grad()
+    def step(self, closure=None, *, active: Bool[Tensor, "B"]) -> None:
+        """A step of the active replicas."""
+        for x, state, lr in self.parameters():
+            on = active[:, None, None].to(x.dtype)
+            t = state["step"].add_(on).clamp_min(1)  # those without a step yet are not active
+            m = state["exp_avg"].lerp_(x.grad, (1 - BETA1) * on)
+            v = state["exp_avg_sq"].lerp_(x.grad.square(), (1 - BETA2) * on)
+            x.sub_(on * lr.to(x)[:, None, None] * direction(m, v, t))
+
+
+class RowAdam(PartialAdam):
+    """For a table whose gradient is zero but for the rows of a minibatch: no other row is read or written."""
+
+    @torch.no_grad()
+    def step(self, closure=None, *, rows: Int[Tensor, "S"]) -> None:
+        """A step of the given rows, once each however often they are given; then their gradient is zero again."""
+        for x, state, lr in self.parameters():
+            g = x.grad[rows]
+            t = state["step"][rows] + 1
+            m = torch.lerp(state["exp_avg"][rows], g, 1 - BETA1)
+            v = torch.lerp(state["exp_avg_sq"][rows], g.square(), 1 - BETA2)
+            # where a row is given twice, the same is written twice
+            state["step"][rows], state["exp_avg"][rows], state["exp_avg_sq"][rows] = t, m, v
+            x[rows] = x[rows] - lr * direction(m, v, t)
+            x.grad[rows] = 0

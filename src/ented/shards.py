@@ -27,7 +27,7 @@ from ented.tensor import COOTensor, InputError
 BLOCK = 2**16
 BUFFER = 2**20  # entries that are shuffled at once, or a block if that has more
 
-Entries = tuple[Int64[Tensor, "S D"], Float[Tensor, "S"]]
+Batch = tuple[Int64[Tensor, "S D"], Float[Tensor, "S"]]
 
 
 class FileBlock(ABC):
@@ -39,7 +39,7 @@ class FileBlock(ABC):
     @abstractmethod
     def rows(self) -> Num[np.ndarray, "S D+1"]: ...
 
-    def read(self, shape: tuple[int, ...]) -> Entries:
+    def read(self, shape: tuple[int, ...]) -> Batch:
         """Raises InputError where the file cannot be read, or the rows are not what `COOTensor` asks for."""
         try:
             entries = COOTensor.from_rows(self.rows(), shape)
@@ -118,10 +118,10 @@ class Part:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def read(self, shape: tuple[int, ...]) -> Entries:
+    def read(self, shape: tuple[int, ...]) -> Batch:
         order = torch.randperm(len(self.block), generator=generator(*self.seeds))[self.start : self.stop]
         indices, values = self.block.read(shape)
-        return indices[order], values[order]
+        return indices.index_select(0, order), values.index_select(0, order)
 
 
 class Shards:
@@ -159,7 +159,7 @@ class Shards:
         """Largest value. All entries are read for it, and so what is wrong in one of them is found."""
         return max(block.read(self.shape)[1].max().item() for block in self.blocks)
 
-    def read(self, order: Iterable[int], start: int, stop: int) -> Iterator[Entries]:
+    def read(self, order: Iterable[int], start: int, stop: int) -> Iterator[Batch]:
         """Entries `start` to `stop` of the blocks in the given order, in one piece from each block."""
         end = 0
         for block in map(self.blocks.__getitem__, order):
@@ -210,11 +210,11 @@ class Lane(IterableDataset):
     def __init__(self, shards: Shards, batches: EpochBatches, dtype: torch.dtype):
         self.shards, self.batches, self.dtype = shards, batches, dtype
 
-    def __iter__(self) -> Iterator[Entries]:
+    def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         pin = torch.cuda.is_available() and not worker  # so that the copy to the device does not wait
         number, start, sizes = self.batches.lane(*((worker.id, worker.num_workers) if worker else (0, 1)))
-        stop, sizes = start + sum(sizes), deque(sizes)
+        stop, enough, sizes = start + sum(sizes), max([BUFFER, *sizes[:1]]), deque(sizes)  # the first is the largest
         seeds = self.batches.seed, self.batches.epoch
         order = torch.randperm(len(self.shards.blocks), generator=generator(*seeds)).tolist()
         random = generator(*seeds, 1, number)
@@ -223,7 +223,7 @@ class Lane(IterableDataset):
         for piece in chain(self.shards.read(order, start, stop), [end]):
             buffer.append(piece)
             held += len(piece[1])
-            if held < BUFFER and piece is not end:
+            if held < enough and piece is not end:
                 continue
             indices, values = map(torch.cat, zip(*buffer, strict=True))
             rows = torch.randperm(held, generator=random)
@@ -235,6 +235,11 @@ class Lane(IterableDataset):
                 yield indices[:size], values[:size]
                 indices, values = indices[size:], values[size:]
             buffer, held = [(indices, values)], len(values)
+
+
+def copied(batch: Batch) -> list[Tensor]:
+    """What a worker sends; without a copy it would be the whole buffer."""
+    return [part.clone() for part in batch]
 
 
 class Minibatches:
@@ -253,11 +258,11 @@ class Minibatches:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Entries]:
+    def __iter__(self) -> Iterator[Batch]:
         # a generator: the workers start, with the epoch they are told, when the first batch is asked for
         if self.workers:
-            pin = torch.cuda.is_available()
-            yield from DataLoader(self.lane, batch_size=None, num_workers=self.workers, pin_memory=pin)
+            options = {"num_workers": self.workers, "pin_memory": torch.cuda.is_available()}
+            yield from DataLoader(self.lane, batch_size=None, collate_fn=copied, **options)
         else:
             yield from self.lane
 
@@ -268,7 +273,7 @@ class InOrder:
     def __init__(self, shards: Shards, process: int, processes: int):
         self.shards, self.process, self.processes = shards, process, processes
 
-    def __iter__(self) -> Iterator[Entries]:
+    def __iter__(self) -> Iterator[Batch]:
         start, stop = (len(self.shards) * border // self.processes for border in (self.process, self.process + 1))
         for indices, values in self.shards.read(range(len(self.shards.blocks)), start, stop):
             yield from zip(indices.split(EVALUATION_BATCH), values.split(EVALUATION_BATCH), strict=True)

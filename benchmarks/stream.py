@@ -85,7 +85,7 @@ def measure_memory(count: int, batch: int) -> dict:
     train, test = (
         COOTensor.from_rows(entries(start, stop), SHAPE) for start, stop in ((TEST, count + TEST), (0, TEST))
     )
-    return {"per_second": count / seconds(COODataModule(train, test, batch, 0))}
+    return {"memory_per_second": count / seconds(COODataModule(train, test, batch, 0))}
 
 
 def measure_stream(folder: Path, batch: int, workers: int) -> dict:
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[128, 4096])
     parser.add_argument("--format", default="npy", choices=["npy", "parquet"])
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3, help="from memory and from files in turn; medians are written")
     parser.add_argument("--folder", type=Path, help="for the shards, which are removed at the end; /tmp otherwise")
     parser.add_argument("--csv", type=Path, help="rows are added to it")
     parser.add_argument("--call", help=argparse.SUPPRESS)
@@ -163,14 +164,17 @@ def main() -> None:
         print("  ".join(f"{name} {value}" for name, value in checks.items()), flush=True)
         rows = []
         for batch in arguments.batch:
-            before = in_a_process("measure_memory", memory_count, batch)["per_second"]
-            streamed = in_a_process("measure_stream", folder, batch, arguments.workers)
-            memory = (before + in_a_process("measure_memory", memory_count, batch)["per_second"]) / 2
+            turns = []
+            for _ in range(arguments.rounds):
+                memory = in_a_process("measure_memory", memory_count, batch)
+                turns.append(memory | in_a_process("measure_stream", folder, batch, arguments.workers))
+            median = pd.DataFrame(turns).median()
             row = {"entries": count, "format": arguments.format, "workers": arguments.workers, "batch": batch}
-            row["per_second"] = round(streamed["per_second"])
-            row |= {"memory_entries": memory_count, "memory_per_second": round(memory)}
-            row["ratio"] = round(streamed["per_second"] / memory, 3)
-            row |= {name: round(streamed[name], 1) for name in ("peak_mb", "load_seconds")}
+            row["per_second"] = round(median["per_second"])
+            row |= {"memory_entries": memory_count, "memory_per_second": round(median["memory_per_second"])}
+            row["ratio"] = round(median["per_second"] / median["memory_per_second"], 3)
+            row["peak_mb"] = round(max(turn["peak_mb"] for turn in turns), 1)
+            row |= {"load_seconds": round(median["load_seconds"], 1), "rounds": arguments.rounds}
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             rows.append(row | checks | made)
     if arguments.csv:

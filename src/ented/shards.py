@@ -226,7 +226,7 @@ class Lane(IterableDataset):
             if held < enough and piece is not end:
                 continue
             indices, values = map(torch.cat, zip(*buffer, strict=True))
-            rows = torch.randperm(held, generator=random)
+            rows = torch.randperm(held, generator=random, dtype=torch.int32)
             indices, values = indices.index_select(0, rows), values.to(self.dtype).index_select(0, rows)
             if pin:
                 indices, values = indices.pin_memory(), values.pin_memory()

@@ -155,8 +155,9 @@ class Run:
         sizes = len(self.train), len(self.test)
         log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, *sizes)
         module, part = self.module(self.rates[0]), self.data(cfg.protocol.held_out)
-        if cfg.replicas and not isinstance(module, ENTEDModule):
-            raise InputError(f"replicas={cfg.replicas}: runs of model={cfg.model.name} are trained one by one")
+        if cfg.replicas and not (isinstance(module, ENTEDModule) and isinstance(self.train, COOTensor)):
+            about = f"model={cfg.model.name} and dataset={cfg.dataset.name}"
+            raise InputError(f"replicas={cfg.replicas}: runs of {about} are trained one by one")
         if is_distributed() and not isinstance(module, GaussianProcessModule):
             raise InputError(f"trainer=ddp: model={cfg.model.name} runs on one device")
         if processes() > min(len(self.test), len(part.validation or self.test)):

@@ -362,6 +362,7 @@ MISTAKES = {
     ),
     "protocol": (None, [*STREAM, "protocol=paper"], "no published settings"),
     "batch": (None, [*STREAM, "batch_size=all"], "ented, gptf_pg, gptf, costco or sbtr"),
+    "replicas": (None, [*STREAM, "replicas=folds"], "model=ented and dataset=stream are trained one by one"),
     "method": (None, [*STREAM, "model=gcp"], "ented, gptf_pg, gptf, costco or sbtr"),
 }
 

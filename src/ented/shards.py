@@ -305,8 +305,8 @@ class StreamDataModule(COODataModule):
         self.train, self.validation = self.train.split(size, self.seed)
 
     def train_dataloader(self) -> Minibatches:
-        batches = EpochBatches(len(self.train), self.batch_size, self.seed, *self.process)
+        batches = EpochBatches(len(self.train), self.batch_size, self.seed, *self.process_and_count)
         return Minibatches(self.train, batches, self.dtype, self.workers)
 
     def val_dataloader(self) -> InOrder | list:
-        return InOrder(self.validation, *self.process) if self.validation else []
+        return InOrder(self.validation, *self.process_and_count) if self.validation else []

@@ -30,7 +30,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from baselines.main_effects import MainEffects
 from ented.datamodule import COODataModule
@@ -153,12 +153,13 @@ class Run:
         cfg, dataset, fold = self.cfg, self.dataset, self.config["fold"]
         self.train, self.test = dataset.load(fold)
         self.likelihood: PolyaGamma = instantiate(cfg.likelihood)
-        self.likelihood.check(torch.cat([self.train.values, self.test.values]))
+        self.likelihood.check(torch.tensor([self.train.largest, self.test.largest]))
         sizes = len(self.train), len(self.test)
         log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, *sizes)
         module, part = self.module(self.rates[0]), self.data(cfg.protocol.held_out)
-        if cfg.replicas and not isinstance(module, ENTEDModule):
-            raise InputError(f"replicas={cfg.replicas}: runs of model={cfg.model.name} are trained one by one")
+        if cfg.replicas and not (isinstance(module, ENTEDModule) and isinstance(self.train, COOTensor)):
+            about = f"model={cfg.model.name} and dataset={cfg.dataset.name}"
+            raise InputError(f"replicas={cfg.replicas}: runs of {about} are trained one by one")
         if is_distributed() and not isinstance(module, GaussianProcessModule):
             raise InputError(f"trainer=ddp: model={cfg.model.name} runs on one device")
         if processes() > min(len(self.test), len(part.validation or self.test)):
@@ -169,7 +170,7 @@ class Run:
 
     def data(self, held_out: float) -> COODataModule:
         seed, dtype = self.config["seed"], getattr(torch, self.cfg.dtype)
-        return COODataModule(self.train, self.test, self.cfg.batch_size, seed, held_out, dtype)
+        return self.dataset.data_module(self.train, self.test, self.cfg.batch_size, seed, held_out, dtype)
 
     def module(self, lr: float) -> L.LightningModule:
         L.seed_everything(self.config["seed"], verbose=False)
@@ -360,7 +361,10 @@ def tracker(cfg: DictConfig, run: Run):
 
 
 def comparison(cfg, metrics: dict, train: COOTensor, test: COOTensor, likelihood: PolyaGamma) -> str:
-    """The model's metrics beside those of an additive model, before and after its fit, as text."""
+    """The model's metrics beside those of an additive model, before and after its fit, as text.
+
+    The fit is left out where not all training entries fit in memory.
+    """
 
     def evaluate(predictive: Predictive) -> dict[str, float]:
         naive = CompletionMetrics(likelihood.kind)
@@ -369,10 +373,13 @@ def comparison(cfg, metrics: dict, train: COOTensor, test: COOTensor, likelihood
 
     with parameters_in(torch.float64):
         effects = MainEffects(train.shape, likelihood)
-    effects.initialise(train.indices, train.values)
+    sample = train.sample()
+    effects.initialise(sample.indices, sample.values)
     mean = evaluate(effects.predictive(test.indices))
-    fitted = evaluate(effects.fit(train, epochs=500).predictive(test.indices))
-    rows = {cfg.model.name: metrics, "main effects": fitted, "overall mean": mean}
+    rows = {cfg.model.name: metrics}
+    if len(sample) == len(train):
+        rows["main effects"] = evaluate(effects.fit(sample, epochs=500).predictive(test.indices))
+    rows["overall mean"] = mean
     return pd.DataFrame(rows).T.to_string(float_format="{:.4f}".format)
 
 
@@ -403,6 +410,8 @@ def one_line(error: BaseException) -> str:
     """What is wrong with the data, the command line or the configuration."""
     if isinstance(error, MissingConfigException) and error.options:
         return f"there is no {error.missing_cfg_file}: choose from {', '.join(error.options)}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} has no default: give {error.full_key}= on the command line"
     if unknown := re.match(r"Could not override '(.+)'", str(error)):
         return f"{unknown[1]}: there is no such setting; those that there are stand in conf/"
     if isinstance(error, OverrideParseException):

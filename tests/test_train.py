@@ -313,7 +313,7 @@ def test_wandb_without_a_key_is_offline_and_asks_nothing(command, tiny, monkeypa
 
 WHOLE, POSITIVE = "it must be a whole number from 1", "it must be a number above 0"
 MISTAKES = {
-    "dataset=nope": "choose from article, dblp, digg, ems, enron, flights, jhu",
+    "dataset=nope": "choose from article, dblp, digg, ems, enron, flights, jhu, stream",
     "model=nope": "choose from bcp, bpcp, costco, ented, gcp, gptf, gptf_pg, main_effects, mdtf, ncpd, sbtr, vbgcp",
     "missing=none": "it must be masked or zeros",
     "protocol=nope": "choose from holdout, paper",

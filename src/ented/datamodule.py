@@ -5,6 +5,7 @@ from typing import Literal
 import lightning as L
 import numpy as np
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -24,7 +25,7 @@ class Entries(Dataset):
         return len(self.values)
 
     def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.indices[rows], self.values[rows]
+        return self.indices.index_select(0, rows), self.values.index_select(0, rows)  # faster than [rows]
 
 
 def batch_sizes(entries: int, batch_size: int) -> list[int]:
@@ -66,6 +67,24 @@ class EpochBatches(Sampler):
         for rows in order.split(self.sizes):
             yield rows.tensor_split(self.processes)[self.process]
 
+    def lane(self, worker: int, workers: int) -> tuple[int, int, list[int]]:
+        """What one of this process's workers gives: the batches worker, worker + workers, ... of this process.
+
+        Returns
+        -------
+        number of the worker, counted over all processes; how many entries the workers before it give; and how many it
+        gives in each of its batches.
+        """
+        sizes = np.array(self.sizes)
+
+        def parts(number: int) -> Int64[np.ndarray, "_"]:
+            process, worker = divmod(number, workers)
+            # as tensor_split divides
+            return (sizes // self.processes + (process < sizes % self.processes))[worker::workers]
+
+        number = self.process * workers + worker
+        return number, sum(int(parts(n).sum()) for n in range(number)), parts(number).tolist()
+
 
 class COODataModule(L.LightningDataModule):
     """Streams of (indices, values) for training, validation and test.
@@ -96,16 +115,19 @@ class COODataModule(L.LightningDataModule):
         self.batch_size, self.seed, self.dtype = batch_size, seed, dtype
         self.train, self.validation, self.test = train, None, test
         if held_out:
-            order = torch.randperm(len(train), generator=generator(seed, 0, 1))
             size = round(held_out * len(train))
             if not 0 < size < len(train):
                 raise InputError(
                     f"holding out {held_out:g} of {len(train)} training entries leaves an empty part: "
                     "set protocol.held_out=0 and epochs=, or give more data"
                 )
-            self.validation = train.subset(order[:size])
-            self.train = train.subset(order[size:])
+            self.split(size)
         self.sizes = batch_sizes(len(self.train), len(self.train) if batch_size == "all" else batch_size)
+
+    def split(self, size: int) -> None:
+        """Take `size` of the training entries for validation."""
+        order = torch.randperm(len(self.train), generator=generator(self.seed, 0, 1))
+        self.train, self.validation = self.train.subset(order[size:]), self.train.subset(order[:size])
 
     @property
     def process_and_count(self) -> tuple[int, int]:

@@ -49,13 +49,16 @@ class CompletionModule(L.LightningModule):
         self.register_buffer("started", torch.tensor(False))
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        """Set what depends on the training entries. Called once, before the first epoch."""
+        """Set what depends on the training entries. Called once, before the first epoch.
+
+        Of entries that are streamed, these are a sample that fits in memory.
+        """
 
     @torch.no_grad()
     def start(self, train: COOTensor) -> None:
         """Initialise, unless a checkpoint holds what came of it."""
         if not self.started:
-            self.initialise(*self.entries(train))
+            self.initialise(*self.entries(train.sample()))
             self.started.fill_(True)
 
     def entries(self, train: COOTensor) -> Batch:

@@ -34,6 +34,7 @@ RULES = {
         + ["model.blocks", "model.inner", "model.sample", "model.newton_steps", "model.channels", "model.inputs"],
         lambda value: whole(value) and value >= 1,
     ),
+    "a whole number from 0": (["dataset.source.workers"], lambda value: whole(value) and value >= 0),
     "a whole number from 1, or all": (["batch_size"], lambda value: value == "all" or whole(value) and value >= 1),
     "a whole number from 0 to 2^32 - 1, or a list of them": (
         ["seed"],

@@ -71,10 +71,11 @@ class COOTensor:
                 f"one index for each of {len(shape)} modes, then the value"
             )
         cells = rows[:, :-1]
-        fractional = ~(np.isfinite(cells) & (cells == np.rint(cells)))
-        if fractional.any():
-            row, mode = np.argwhere(fractional)[0]
-            raise InputError(f"row {row}, mode {mode}: index {cells[row, mode]} is not an integer")
+        if cells.dtype.kind == "f":
+            fractional = ~(np.isfinite(cells) & (cells == np.rint(cells)))
+            if fractional.any():
+                row, mode = np.argwhere(fractional)[0]
+                raise InputError(f"row {row}, mode {mode}: index {cells[row, mode]} is not an integer")
         return cls(torch.from_numpy(cells.astype(np.int64)), torch.from_numpy(rows[:, -1].astype(np.float64)), shape)
 
     def __len__(self) -> int:
@@ -88,7 +89,16 @@ class COOTensor:
     @property
     def is_binary(self) -> bool:
         """Whether all values are 0 or 1."""
-        return bool(self.values.max() <= 1)
+        return self.largest <= 1
+
+    @property
+    def largest(self) -> float:
+        """Largest value."""
+        return self.values.max().item()
+
+    def sample(self) -> "COOTensor":
+        """As many entries as fit in memory: all."""
+        return self
 
     def row_counts(self) -> Int64[Tensor, "I"]:
         """Number of entries with each index: of mode 0, then of mode 1, and so on; I is the sum of the sizes."""

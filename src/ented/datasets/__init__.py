@@ -4,5 +4,6 @@ from ented.datasets.dataset import Dataset
 from ented.datasets.dblp import DBLP
 from ented.datasets.flights import Flights
 from ented.datasets.folds import NpzFolds
+from ented.datasets.stream import Stream
 
-__all__ = ["DBLP", "Dataset", "Flights", "NpzFolds"]
+__all__ = ["DBLP", "Dataset", "Flights", "NpzFolds", "Stream"]

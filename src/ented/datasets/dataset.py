@@ -2,8 +2,10 @@
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
+from ented.datamodule import COODataModule
 from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
@@ -31,6 +33,22 @@ class Dataset(ABC):
     kind: Literal["binary", "count"]
     folds: int
 
+    def describe(self, name: str, shape: Sequence[int], modes: Sequence[str], kind: str, folds: int) -> None:
+        """Set the attributes, for a source whose user names them.
+
+        Raises
+        ------
+        InputError
+            If they do not fit together.
+        """
+        if len(modes) != len(shape):
+            raise InputError(f"{name}: {len(modes)} modes for {len(shape)} sizes; name each mode once")
+        if len({*modes, "value"}) <= len(modes):
+            raise InputError(f"{name}: modes are {', '.join(modes)}; give each its own name, none the name value")
+        if kind not in ("binary", "count"):
+            raise InputError(f"{name}: kind {kind!r} is unknown; choose from binary, count")
+        self.name, self.shape, self.modes, self.kind, self.folds = name, tuple(shape), list(modes), kind, folds
+
     @abstractmethod
     def read(self, fold: int) -> tuple[COOTensor, COOTensor]:
         """Return train and test of one fold as the source has them."""
@@ -55,9 +73,13 @@ class Dataset(ABC):
             choices = ", ".join(map(str, range(self.folds)))
             raise InputError(f"{self.name} has no fold {fold}; choose from {choices}")
         train, test = self.read(fold)
-        if self.kind == "binary" and not (train.is_binary and test.is_binary):
-            largest = max(train.values.max(), test.values.max())
+        largest = max(train.largest, test.largest)
+        if self.kind == "binary" and largest > 1:
             raise InputError(f"{self.name}, fold {fold}: a binary dataset holds the value {largest:g}; set kind: count")
+        return self.clean(fold, train, test), test
+
+    def clean(self, fold: int, train: COOTensor, test: COOTensor) -> COOTensor:
+        """Return train with no cell twice, and none of those of test; see `load`."""
         try:
             distinct = train.distinct()
             clean = distinct.without(test)
@@ -73,4 +95,8 @@ class Dataset(ABC):
                 repeats,
                 shared,
             )
-        return clean, test
+        return clean
+
+    def data_module(self, train: COOTensor, test: COOTensor, *settings) -> COODataModule:
+        """Return what gives the entries to a model; the settings are those of `COODataModule`."""
+        return COODataModule(train, test, *settings)

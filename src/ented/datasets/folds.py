@@ -47,19 +47,9 @@ class NpzFolds(Dataset):
         url: str | None = None,
         data_dir: str | None = None,
     ):
-        if len(modes) != len(shape):
-            raise InputError(f"{name}: {len(modes)} modes for {len(shape)} sizes; name each mode once")
-        if len({*modes, "value"}) <= len(modes):
-            raise InputError(f"{name}: modes are {', '.join(modes)}; give each its own name, none the name value")
-        if kind not in ("binary", "count"):
-            raise InputError(f"{name}: kind {kind!r} is unknown; choose from binary, count")
+        self.describe(name, shape, modes, kind, folds)
         if folds < 1:
             raise InputError(f"{name}: folds is {folds}; give the number of fold-K.npz files, at least 1")
-        self.name = name
-        self.shape = tuple(shape)
-        self.modes = list(modes)
-        self.kind = kind
-        self.folds = folds
         self.url = url
         self.data_dir = data_dir
 

@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from test_distributed import run
 from test_train import Command
-from training import fit
+from training import fit, run
 
 import ented.shards
 from ented.datamodule import EpochBatches
@@ -206,6 +205,13 @@ def test_a_sample_has_all_entries_where_they_fit(small, tmp_path):
     sample = many.sample()
     assert len(set(sample.values.tolist())) == len(sample) == 20
     assert torch.equal(sample.values, many.sample().values) and sample.values.max() > 40
+
+
+def test_rows_are_counted_as_in_memory(small, tmp_path):
+    shards, in_memory = Shards.open(write(tmp_path, table(50), 3), SHAPE), COOTensor.from_rows(table(50), SHAPE)
+    assert torch.equal(shards.row_counts(), in_memory.row_counts())
+    (rest, held_out) = shards.split(10, seed=0)
+    assert torch.equal(rest.row_counts() + held_out.row_counts(), in_memory.row_counts())
 
 
 def test_an_empty_part_is_refused(small, tmp_path):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ented.datamodule import EVALUATION_BATCH, COODataModule, EpochBatches, generator
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor, InputError, row_counts
 
 BLOCK = 2**16
 BUFFER = 2**20  # entries that are shuffled at once, or a block if that has more
@@ -168,6 +168,13 @@ class Shards:
                 rows = slice(max(start - begin, 0), stop - begin)
                 indices, values = block.read(self.shape)
                 yield indices[rows], values[rows]
+
+    def row_counts(self) -> Int64[Tensor, "I"]:
+        """See `COOTensor.row_counts`; a pass over all entries."""
+        counts = torch.zeros(sum(self.shape), dtype=torch.int64)
+        for indices, _ in self.read(range(len(self.blocks)), 0, len(self)):
+            counts += row_counts(indices, self.shape)
+        return counts
 
     def load(self) -> COOTensor:
         """All entries, in memory."""

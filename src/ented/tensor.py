@@ -102,8 +102,7 @@ class COOTensor:
 
     def row_counts(self) -> Int64[Tensor, "I"]:
         """Number of entries with each index: of mode 0, then of mode 1, and so on; I is the sum of the sizes."""
-        counts = [self.indices[:, mode].bincount(minlength=size) for mode, size in enumerate(self.shape)]
-        return torch.cat(counts)
+        return row_counts(self.indices, self.shape)
 
     def subset(self, rows: Int64[Tensor, "M"] | Bool[Tensor, "N"]) -> "COOTensor":
         """Return the entries in the given rows, in that order.
@@ -193,6 +192,11 @@ class COOTensor:
                     f"row {row}: value {self.values[row]:.8g} {fault}; give counts 0, 1, 2, ... or binary 0 and 1"
                 )
         return rounded.abs()  # -0 becomes 0
+
+
+def row_counts(indices: Int64[Tensor, "N D"], shape: tuple[int, ...]) -> Int64[Tensor, "I"]:
+    """See `COOTensor.row_counts`."""
+    return torch.cat([indices[:, mode].bincount(minlength=size) for mode, size in enumerate(shape)])
 
 
 def _first(bad: Bool[Tensor, "N"]) -> int:

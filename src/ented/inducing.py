@@ -80,15 +80,15 @@ class InducingBlocks(nn.Module):
             L_bar    = -tril(K_MX_bar' Phi),  so that  tril(L' L_bar) = -tril(phi_bar' Phi) =: T
             K_XX_bar = L'^-1 (T - diag(T) / 2) L^-1
 
-        The transpose of K_XX_bar does as well, and is what is made: X stands in the rows and the columns of k(X, X).
+        The transpose of K_XX_bar does as well, since X stands in the rows and the columns of k(X, X); it is made with
+        K_MX_bar, which lies below it.
         """
         phi, XM, K, L = features.phi, features.XM, features.K, features.L
         T = (phi_bar.mT @ phi).neg_().tril_()
         T.diagonal(dim1=-2, dim2=-1).mul_(0.5)
         T_Linv = torch.linalg.solve_triangular(L.mT, T.mT, upper=True).mT
-        T_Linv = T_Linv.mT.contiguous().mT  # the one matrix that has to change its order
-        K_XX_bar_mT = torch.linalg.solve_triangular(L.mT, T_Linv, upper=True).mT
-        K_MX_bar = torch.linalg.solve_triangular(L.mT, phi_bar.mT, upper=True).mT
-        XM_bar, X_bar = kernel.backward(XM, self.X, K, torch.cat([K_XX_bar_mT, K_MX_bar], -2))
+        right_hand_sides = torch.cat([T_Linv.mT, phi_bar], -2)
+        K_bar = torch.linalg.solve_triangular(L.mT, right_hand_sides.mT, upper=True).mT
+        XM_bar, X_bar = kernel.backward(XM, self.X, K, K_bar)
         X_again_bar, M_bar = XM_bar.tensor_split([L.shape[-1]], -2)
         return X_bar + X_again_bar, M_bar

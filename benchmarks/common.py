@@ -16,12 +16,12 @@ from ented.tensor import COOTensor
 SHAPE, RANK, ENTRIES = (203, 203, 200), 3, 6_206  # Enron's
 LR, RHO = 1e-3, 0.1
 
-Batches = list[tuple[Tensor, ...]]
+Batches = list[tuple]
 Step = Callable[..., None]  # takes what a batch holds
 Turn = Callable[[Batches], float]  # some steps of a method, and the seconds that one took
 
 
-def entries(shape: tuple[int, ...] = SHAPE, number: int = ENTRIES) -> COOTensor:
+def random_entries(shape: tuple[int, ...] = SHAPE, number: int = ENTRIES) -> COOTensor:
     """Zeros and ones at random cells: the time of a step does not depend on what they are."""
     random = torch.Generator().manual_seed(0)
     indices = torch.stack([torch.randint(size, (number,), generator=random) for size in shape], 1)

@@ -3,9 +3,9 @@
     python benchmarks/replicas.py --csv results/replicas.csv           the whole grid; started again, what is missing
     python benchmarks/replicas.py --replicas 10 --points 100 --dtype float32 --methods ented
 
-Both get the same entries and take turns: a few steps of one, a few of the other, and around again. `milliseconds` is the
-median over the rounds of a whole step of all B, `alone_milliseconds` that of B single steps, and `ratio` the second by
-the first. The single steps are all of one model, as when one fit is trained after the other.
+Both get the same entries and take turns: a few steps of one, a few of the other, and around again. `milliseconds` is
+the median over the rounds of a whole step of all B, `alone_milliseconds` that of B single steps, and `ratio` the second
+by the first. The single steps are all of one model, as when one fit is trained after the other.
 
 ented            ENTED with two blocks, and Adam
 ented compiled   the same, both sides through torch.compile
@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from common import ENTRIES, LR, RANK, RHO, SHAPE, Step, Table, entries, take_turns, timed, training_step
+from common import ENTRIES, LR, RANK, RHO, SHAPE, Step, Table, random_entries, take_turns, timed, training_step
 from torch import Tensor
 
 from ented.likelihoods import Bernoulli
@@ -58,7 +58,7 @@ def measure(
     """Median milliseconds that B steps of each method take, together and alone; a turn takes about `seconds`."""
     torch.set_default_dtype(dtype)
     torch.manual_seed(0)
-    data = entries()
+    data = random_entries()
     rows = torch.randint(ENTRIES, (100, replicas, batch))
     batches = [(data.indices[of_step], data.values[of_step].to(dtype)) for of_step in rows]
     turns = {}

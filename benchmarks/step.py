@@ -26,7 +26,7 @@ from pathlib import Path
 import gpytorch
 import lightning as L
 import torch
-from common import ENTRIES, LR, RANK, RHO, SHAPE, Batches, Table, Turn, entries, take_turns, timed, training_step
+from common import ENTRIES, LR, RANK, RHO, SHAPE, Batches, Table, Turn, random_entries, take_turns, timed, training_step
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -107,7 +107,7 @@ def in_trainer(points: int) -> Turn:
         values = batches[0][1]
         module = ENTEDModule(SHAPE, Bernoulli(), RANK, points, 2, 0.5, 1e-4, LR, RHO)
         steps = ENTRIES // len(values)  # of an epoch, in which all minibatches have this size
-        data = entries().subset(torch.arange(steps * len(values)))
+        data = random_entries().subset(torch.arange(steps * len(values)))
         stopwatch, epochs = Stopwatch(), 1 + max(1, round(len(batches) / steps))
         trainer = L.Trainer(
             accelerator="cpu",
@@ -141,7 +141,7 @@ def measure(methods: list[str], points: int, batch: int, dtype: torch.dtype, rou
     """Median milliseconds a step of each method; a turn takes about `seconds`."""
     torch.set_default_dtype(dtype)
     torch.manual_seed(0)
-    data = entries()
+    data = random_entries()
     order = torch.randperm(ENTRIES).split(batch)
     batches = [(data.indices[rows], data.values[rows].to(dtype)) for rows in order if len(rows) == batch]
     batches = batches * (1 + 100 // len(batches))

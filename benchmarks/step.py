@@ -17,18 +17,16 @@ gpytorch         VariationalStrategy, NaturalVariationalDistribution, NGD and Ad
 
 import argparse
 import logging
-import statistics
 import time
 import warnings
 from collections.abc import Callable
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
 import gpytorch
 import lightning as L
-import pandas as pd
 import torch
+from common import ENTRIES, LR, RANK, RHO, SHAPE, Batches, Table, Turn, random_entries, take_turns, timed, training_step
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -37,43 +35,10 @@ from ented.datamodule import COODataModule
 from ented.lightning import ENTEDModule
 from ented.likelihoods import Bernoulli
 from ented.model import ENTED
-from ented.tensor import COOTensor
-
-SHAPE, RANK, ENTRIES = (203, 203, 200), 3, 6_206  # Enron's
-LR, RHO = 1e-3, 0.1
-
-Batches = list[tuple[Tensor, Tensor]]
-Turn = Callable[[Batches], float]  # some steps of a method, and the seconds that one took
 
 
-def entries() -> COOTensor:
-    """Zeros and ones at random cells: the time of a step does not depend on what they are."""
-    random = torch.Generator().manual_seed(0)
-    indices = torch.stack([torch.randint(size, (ENTRIES,), generator=random) for size in SHAPE], 1)
-    return COOTensor(indices, torch.randint(2, (ENTRIES,), generator=random).double(), SHAPE)
-
-
-def timed(step: Callable[[Tensor, Tensor], None]) -> Turn:
-    def turn(batches: Batches) -> float:
-        start = time.perf_counter()
-        for indices, values in batches:
-            step(indices, values)
-        return (time.perf_counter() - start) / len(batches)
-
-    return turn
-
-
-def ented(points: int, blocks: int = 2, compiled: bool = False) -> Turn:
-    model = ENTED(SHAPE, Bernoulli(), RANK, points, blocks)
-    adam = torch.optim.Adam(model.parameters(), LR, fused=True)
-    ascend = torch.compile(model.step) if compiled else model.step
-
-    @timed
-    def step(indices: Tensor, values: Tensor) -> None:
-        ascend(indices, values, ENTRIES / len(values), RHO)
-        adam.step()
-
-    return step
+def ented(points: int, blocks: int = 2, mode: str | None = None) -> Turn:
+    return timed(training_step(ENTED(SHAPE, Bernoulli(), RANK, points, blocks), mode=mode))
 
 
 def gptf(points: int) -> Turn:
@@ -142,7 +107,7 @@ def in_trainer(points: int) -> Turn:
         values = batches[0][1]
         module = ENTEDModule(SHAPE, Bernoulli(), RANK, points, 2, 0.5, 1e-4, LR, RHO)
         steps = ENTRIES // len(values)  # of an epoch, in which all minibatches have this size
-        data = entries().subset(torch.arange(steps * len(values)))
+        data = random_entries().subset(torch.arange(steps * len(values)))
         stopwatch, epochs = Stopwatch(), 1 + max(1, round(len(batches) / steps))
         trainer = L.Trainer(
             accelerator="cpu",
@@ -164,33 +129,23 @@ def in_trainer(points: int) -> Turn:
 
 METHODS: dict[str, Callable[[int], Turn]] = {
     "ented": ented,
-    "ented compiled": lambda points: ented(points, compiled=True),
+    "ented compiled": lambda points: ented(points, mode="default"),
     "ented trainer": in_trainer,
     "gptf_pg": lambda points: ented(points, blocks=1),
     "gptf": gptf,
     "gpytorch": gpytorchs,
 }
-CELL = ["points", "batch", "dtype", "threads"]
 
 
 def measure(methods: list[str], points: int, batch: int, dtype: torch.dtype, rounds: int, seconds: float) -> dict:
     """Median milliseconds a step of each method; a turn takes about `seconds`."""
     torch.set_default_dtype(dtype)
     torch.manual_seed(0)
-    data = entries()
+    data = random_entries()
     order = torch.randperm(ENTRIES).split(batch)
     batches = [(data.indices[rows], data.values[rows].to(dtype)) for rows in order if len(rows) == batch]
     batches = batches * (1 + 100 // len(batches))
-    turns = {name: METHODS[name](points) for name in methods}
-    counts = {}
-    for name, turn in turns.items():
-        turn(batches[:3])  # warm, and compiled
-        counts[name] = max(1, min(len(batches), round(seconds / turn(batches[:3]))))
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(rounds):
-        for name, turn in turns.items():
-            times[name].append(turn(batches[: counts[name]]))
-    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    return take_turns({name: METHODS[name](points) for name in methods}, batches, rounds, seconds)
 
 
 def main() -> None:
@@ -206,29 +161,20 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    resumed = arguments.csv and arguments.csv.exists()
-    done = pd.read_csv(arguments.csv) if resumed else pd.DataFrame(columns=["method", *CELL])
-    made = {"torch": torch.__version__, "gpytorch": version("gpytorch"), "lightning": version("lightning")}
+    table = Table(arguments.csv, ["method", "points", "batch", "dtype", "threads"], ["torch", "gpytorch", "lightning"])
     for threads, dtype, batch, points in product(arguments.threads, arguments.dtype, arguments.batch, arguments.points):
-        of_cell = (done[CELL] == [points, batch, dtype, threads]).all(axis=1)
-        missing = set(arguments.methods) - set(done[of_cell].method)
+        cell = {"points": points, "batch": batch, "dtype": dtype, "threads": threads}
+        missing = [name for name in arguments.methods if {"method": name} | cell not in table]
         if not missing:
             continue
-        methods = [name for name in METHODS if name in missing | {"gpytorch"}]
+        methods = [name for name in METHODS if name in missing or name == "gpytorch"]
         torch.set_num_threads(threads)
         torch._dynamo.reset()
         times = measure(methods, points, batch, getattr(torch, dtype), arguments.rounds, arguments.turn)
-        rows = []
         for name, milliseconds in times.items():
-            row = {"method": name, "points": points, "batch": batch, "dtype": dtype, "threads": threads}
-            row["milliseconds"] = round(milliseconds, 4)
-            row["gpytorch_ratio"] = round(times["gpytorch"] / milliseconds, 3)
-            rows.append(row | made)
-            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-        again = of_cell & done.method.isin(methods)
-        done = pd.concat([done[~again], pd.DataFrame(rows)], ignore_index=True)
-        if arguments.csv:
-            done.to_csv(arguments.csv, index=False)
+            ratio = times["gpytorch"] / milliseconds
+            row = {"milliseconds": round(milliseconds, 4), "gpytorch_ratio": round(ratio, 3)}
+            table.add({"method": name} | cell | row)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""What the benchmarks share: the entries, ENTED's training step, taking turns, and the CSV file of a grid."""
+
+import csv
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ented.model import ENTED
+from ented.tensor import COOTensor
+
+SHAPE, RANK, ENTRIES = (203, 203, 200), 3, 6_206  # Enron's
+LR, RHO = 1e-3, 0.1
+
+Batches = list[tuple]
+Step = Callable[..., None]  # takes what a batch holds
+Turn = Callable[[Batches], float]  # some steps of a method, and the seconds that one took
+
+
+def random_entries(shape: tuple[int, ...] = SHAPE, number: int = ENTRIES) -> COOTensor:
+    """Zeros and ones at random cells: the time of a step does not depend on what they are."""
+    random = torch.Generator().manual_seed(0)
+    indices = torch.stack([torch.randint(size, (number,), generator=random) for size in shape], 1)
+    return COOTensor(indices, torch.randint(2, (number,), generator=random).double(), shape)
+
+
+def training_step(model: ENTED, entries: int = ENTRIES, mode: str | None = None) -> Step:
+    """The model's step and Adam's; `mode` is that of torch.compile, which is left out where there is none."""
+    adam = torch.optim.Adam(model.parameters(), LR, fused=True)
+    ascend = torch.compile(model.step, mode=mode) if mode else model.step
+    rho = torch.tensor(RHO, dtype=torch.float64)  # as `ENTEDModule` has it: on the model's device
+
+    def step(indices: Tensor, values: Tensor) -> None:
+        ascend(indices, values, entries / len(values), rho)
+        adam.step()
+
+    return step
+
+
+def timed(step: Step) -> Turn:
+    def turn(batches: Batches) -> float:
+        start = time.perf_counter()
+        for batch in batches:
+            step(*batch)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the calls have returned before the device is done
+        return (time.perf_counter() - start) / len(batches)
+
+    return turn
+
+
+def take_turns(turns: dict[str, Turn], batches: Batches, rounds: int, seconds: float) -> dict[str, float]:
+    """Median milliseconds a step of each method; a turn takes about `seconds`."""
+    counts = {}
+    for name, turn in turns.items():
+        turn(batches[:3])  # warm, and compiled
+        counts[name] = max(1, min(len(batches), round(seconds / turn(batches[:3]))))
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            times[name].append(turn(batches[: counts[name]]))
+    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+
+
+class Table:
+    """The rows of a CSV file, each known by the columns `key`: what is there need not be measured again.
+
+    Parameters
+    ----------
+    path : of the file; without one, rows are only printed.
+    key : columns that say what a row is about.
+    packages : whose versions a new row ends with.
+    """
+
+    def __init__(self, path: Path | None, key: list[str], packages: list[str]):
+        self.path, self.key = path, key
+        self.versions = {name: version(name) for name in packages}
+        self.rows: dict[tuple[str, ...], dict] = {}
+        if path and path.exists():
+            with path.open(newline="") as file:
+                self.rows = {self._key(row): row for row in csv.DictReader(file)}
+
+    def _key(self, row: dict) -> tuple[str, ...]:
+        return tuple(str(row[name]) for name in self.key)
+
+    def __contains__(self, row: dict) -> bool:
+        return self._key(row) in self.rows
+
+    def add(self, row: dict) -> None:
+        """Print a row and write it, in place of one with the same key."""
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        self.rows[self._key(row)] = row | self.versions
+        if self.path:
+            with self.path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, [*row, *self.versions], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(self.rows.values())

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ented.adam import RowAdam
 from ented.model import ENTED
 from ented.tensor import COOTensor
 
@@ -30,13 +31,17 @@ def random_entries(shape: tuple[int, ...] = SHAPE, number: int = ENTRIES) -> COO
 
 def training_step(model: ENTED, entries: int = ENTRIES, mode: str | None = None) -> Step:
     """The model's step and Adam's; `mode` is that of torch.compile, which is left out where there is none."""
-    adam = torch.optim.Adam(model.parameters(), LR, fused=True)
+    rows = RowAdam([model.Z], LR) if model.sparse_gradients else None
+    others = [parameter for parameter in model.parameters() if not (rows and parameter is model.Z)]
+    adam = torch.optim.Adam(others, LR, fused=True)
     ascend = torch.compile(model.step, mode=mode) if mode else model.step
     rho = torch.tensor(RHO, dtype=torch.float64)  # as `ENTEDModule` has it: on the model's device
 
     def step(indices: Tensor, values: Tensor) -> None:
         ascend(indices, values, entries / len(values), rho)
         adam.step()
+        if rows:
+            rows.step(rows=model.rows(indices).flatten())
 
     return step
 

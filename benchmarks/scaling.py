@@ -32,9 +32,15 @@ VALUES = {
     "rank": [1, 3, 10, 32, 64, 256],
     "modes": [2, 3, 4, 6, 8],
     "rows": [sum(SHAPE), 10_000, 100_000, 1_000_000, 4_000_000],  # of all factor matrices together
+    "sparse rows": [sum(SHAPE), 10_000, 100_000, 1_000_000, 10_000_000],  # the same with sparse gradients
 }
 BLOCKS = 2
 STEPS = 100  # minibatches that a turn can have
+
+
+def sizes(variable: str, value: int) -> dict[str, int]:
+    """Those of the base, but for one."""
+    return BASE | {"rows" if variable == "sparse rows" else variable: value}
 
 
 def products(S: int, P: int, Q: int) -> int:
@@ -69,7 +75,10 @@ def factorisations(S: int, P: int) -> float:
 
 
 def passes(S: int, P: int, factors: int) -> list[tuple[int, int]]:
-    """Numbers in a matrix, and how often all of them are read or written outside of products and solves."""
+    """Numbers in a matrix, and how often all of them are read or written outside of products and solves.
+
+    Of `factors` all are, the numbers of Z; none with sparse gradients.
+    """
     return [
         ((P + S) * P, 2 + 2),  # k: its bound from above, exp
         ((P + S) * P, 2 + 3),  # K_bar: put together, times K
@@ -106,21 +115,22 @@ def copy_rate(numbers: int) -> float:
     return 2 * numbers / fastest(lambda: target.copy_(source), 30)
 
 
-def floors(batch: int, points: int, rank: int, modes: int, rows: int) -> tuple[float, float]:
+def floors(batch: int, points: int, rank: int, modes: int, rows: int, sparse: bool) -> tuple[float, float]:
     """Milliseconds of a step's arithmetic, and of this and its passes over memory."""
     arithmetic = (products(batch, points, modes * rank) + factorisations(batch, points)) / product_rate()
-    memory = sum(times * numbers / copy_rate(numbers) for numbers, times in passes(batch, points, rank * rows))
+    factors = 0 if sparse else rank * rows
+    memory = sum(times * numbers / copy_rate(numbers) for numbers, times in passes(batch, points, factors))
     return 1e3 * arithmetic, 1e3 * (arithmetic + memory)
 
 
 class Cell:
     """A model of the given sizes, and minibatches for it."""
 
-    def __init__(self, entries: int, batch: int, points: int, rank: int, modes: int, rows: int):
+    def __init__(self, entries: int, batch: int, points: int, rank: int, modes: int, rows: int, sparse: bool):
         shape = tuple(rows // modes + (mode < rows % modes) for mode in range(modes))
         # inputs stay as far apart as at the base: k would underflow at a high rank
         std = 0.5 * (BASE["modes"] * BASE["rank"] / (modes * rank)) ** 0.5
-        self.model = ENTED(shape, Bernoulli(), rank, points, BLOCKS, init_std=std)
+        self.model = ENTED(shape, Bernoulli(), rank, points, BLOCKS, init_std=std, sparse_gradients=sparse)
         self.ascend, data = training_step(self.model, entries), random_entries(shape, entries)
         self.indices, self.values = data.indices, data.values.to(torch.float32)
         self.chosen = torch.randint(entries, (STEPS, batch))
@@ -133,7 +143,8 @@ class Cell:
 def measure(variable: str, values: list[int], rounds: int, seconds: float) -> dict[str, float]:
     """Median milliseconds a step at each value; a turn takes about `seconds`."""
     torch.manual_seed(0)
-    cells = {str(value): Cell(**BASE | {variable: value}) for value in values}
+    sparse = variable == "sparse rows"
+    cells = {str(value): Cell(**sizes(variable, value), sparse=sparse) for value in values}
     turns = {value: timed(cell.step) for value, cell in cells.items()}
     times = take_turns(turns, [(i,) for i in range(STEPS)], rounds, seconds)
     if any(cell.model.failures for cell in cells.values()):
@@ -143,7 +154,7 @@ def measure(variable: str, values: list[int], rounds: int, seconds: float) -> di
 
 def tables(rows: list[dict[str, str]]) -> str:
     """The times, and what they and the floor say together, in Markdown."""
-    rows = sorted(rows, key=lambda row: (list(BASE).index(row["variable"]), int(row["value"])))
+    rows = sorted(rows, key=lambda row: (list(VALUES).index(row["variable"]), int(row["value"])))
     times = ["| variable | value | ms | floor, ms | of it arithmetic | time / floor |", "| --- " * 6 + "|"]
     for row in rows:
         floor, ratio = float(row["floor_milliseconds"]), float(row["milliseconds"]) / float(row["floor_milliseconds"])
@@ -151,7 +162,7 @@ def tables(rows: list[dict[str, str]]) -> str:
         cells = [row["variable"], row["value"], row["milliseconds"], row["floor_milliseconds"], f"{share:.0%}"]
         times.append(f"| {' | '.join(cells)} | {ratio:.1f} |")
     fits = ["| variable | overhead, ms | slope | work takes as long as overhead at |", "| --- " * 4 + "|"]
-    for variable in BASE:
+    for variable in VALUES:
         of_variable = [row for row in rows if row["variable"] == variable]
         values, milliseconds, floor = (
             np.array([float(row[name]) for row in of_variable])
@@ -171,7 +182,7 @@ def tables(rows: list[dict[str, str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variables", nargs="+", default=list(BASE), choices=BASE)
+    parser.add_argument("--variables", nargs="+", default=list(VALUES), choices=VALUES)
     parser.add_argument("--values", type=int, nargs="+", help="of the variables, in place of the published ones")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--turn", type=float, default=0.2, help="seconds of a round")
@@ -184,8 +195,8 @@ def main() -> None:
         values = arguments.values or VALUES[variable]
         missing = [value for value in values if {"variable": variable, "value": value} not in table]
         for value, milliseconds in measure(variable, missing, arguments.rounds, arguments.turn).items():
-            sizes = BASE | {variable: int(value)}
-            arithmetic, floor = floors(**{name: size for name, size in sizes.items() if name != "entries"})
+            of_step = {name: size for name, size in sizes(variable, int(value)).items() if name != "entries"}
+            arithmetic, floor = floors(**of_step, sparse=variable == "sparse rows")
             row = {
                 "variable": variable,
                 "value": value,

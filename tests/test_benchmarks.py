@@ -53,7 +53,7 @@ def benchmark(monkeypatch):
         ),
         (
             "scaling",
-            ["--variables", "batch", "points", "--values", "16", "64"],
+            ["--variables", "points", "sparse rows", "--values", "16", "64"],
             4,
             "variable,value,milliseconds,floor_milliseconds,arithmetic_milliseconds,product_gflops,torch",
         ),

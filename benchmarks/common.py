@@ -98,9 +98,26 @@ class Table:
     def add(self, row: dict) -> None:
         """Print a row and write it, in place of one with the same key."""
         print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        self.rows[self._key(row)] = row | self.versions
+        self.rows[self._key(row)] = {name: str(value) for name, value in (row | self.versions).items()}
         if self.path:
             with self.path.open("w", newline="") as file:
                 writer = csv.DictWriter(file, [*row, *self.versions], lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(self.rows.values())
+
+    def wide(self, column: str, value: str) -> str:
+        """A Markdown table of one value, with a column for each of the values of `column`."""
+        index = [name for name in self.key if name != column]
+        names = list(dict.fromkeys(key[self.key.index(column)] for key in self.rows))
+        lines: dict[tuple[str, ...], dict[str, str]] = {}
+        for row in self.rows.values():
+            lines.setdefault(tuple(row[name] for name in index), {})[row[column]] = f"{float(row[value]):.1f}"
+        table = [[*index, *names], ["---"] * (len(index) + len(names))]
+        for line in sorted(lines, key=order):
+            table.append([*line, *(lines[line].get(name, "–") for name in names)])
+        return "\n".join(f"| {' | '.join(map(str, line))} |" for line in table)
+
+
+def order(line: tuple[str, ...]) -> list[tuple]:
+    """Numbers by their size, before words."""
+    return [(0, int(cell), "") if cell.isdigit() else (1, 0, cell) for cell in line]

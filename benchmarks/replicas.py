@@ -5,7 +5,8 @@
 
 Both get the same entries and take turns: a few steps of one, a few of the other, and around again. `milliseconds` is
 the median over the rounds of a whole step of all B, `alone_milliseconds` that of B single steps, and `ratio` the second
-by the first. The single steps are all of one model, as when one fit is trained after the other.
+by the first. The single steps are all of one model, as when one fit is trained after the other. The table of
+results/speed.md is printed at the end.
 
 ented            ENTED with two blocks, and Adam
 ented compiled   the same, both sides through torch.compile
@@ -24,6 +25,7 @@ from ented.likelihoods import Bernoulli
 from ented.model import ENTED
 from ented.replicas import ReplicaAdam, stack
 
+KEY = ["method", "threads", "dtype", "batch", "points", "replicas"]
 METHODS = {"ented": None, "ented compiled": "default"}  # and the mode of torch.compile
 
 
@@ -82,7 +84,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    table = Table(arguments.csv, ["method", "replicas", "points", "batch", "dtype", "threads"], ["torch", "lightning"])
+    table = Table(arguments.csv, KEY, ["torch", "lightning"])
     grid = (arguments.threads, arguments.dtype, arguments.batch, arguments.points, arguments.replicas)
     for threads, dtype, batch, points, replicas in product(*grid):
         cell = {"replicas": replicas, "points": points, "batch": batch, "dtype": dtype, "threads": threads}
@@ -96,6 +98,7 @@ def main() -> None:
             milliseconds, alone = times[name], times[f"{name} alone"]
             row = {"milliseconds": round(milliseconds, 4), "alone_milliseconds": round(alone, 4)}
             table.add({"method": name} | cell | row | {"ratio": round(alone / milliseconds, 3)})
+    print("\n" + table.wide("replicas", "ratio"))
 
 
 if __name__ == "__main__":

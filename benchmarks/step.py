@@ -6,6 +6,7 @@
 Every method gets the same entries, factors and total number of inducing points, and all take turns: a few steps of one,
 a few of the next, and around again. What is written is the median over the rounds, in milliseconds a step, and how many
 times as fast as gpytorch that is. gpytorch is always measured too, because a ratio is of two times from the same turns.
+The table of results/speed.md is printed at the end.
 
 ented            ENTED with two blocks, and Adam
 ented compiled   the same through torch.compile
@@ -137,6 +138,9 @@ METHODS: dict[str, Callable[[int], Turn]] = {
 }
 
 
+KEY = ["threads", "dtype", "batch", "points", "method"]
+
+
 def measure(methods: list[str], points: int, batch: int, dtype: torch.dtype, rounds: int, seconds: float) -> dict:
     """Median milliseconds a step of each method; a turn takes about `seconds`."""
     torch.set_default_dtype(dtype)
@@ -161,7 +165,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    table = Table(arguments.csv, ["method", "points", "batch", "dtype", "threads"], ["torch", "gpytorch", "lightning"])
+    table = Table(arguments.csv, KEY, ["torch", "gpytorch", "lightning"])
     for threads, dtype, batch, points in product(arguments.threads, arguments.dtype, arguments.batch, arguments.points):
         cell = {"points": points, "batch": batch, "dtype": dtype, "threads": threads}
         missing = [name for name in arguments.methods if {"method": name} | cell not in table]
@@ -175,6 +179,7 @@ def main() -> None:
             ratio = times["gpytorch"] / milliseconds
             row = {"milliseconds": round(milliseconds, 4), "gpytorch_ratio": round(ratio, 3)}
             table.add({"method": name} | cell | row)
+    print("\n" + table.wide("method", "gpytorch_ratio"))
 
 
 if __name__ == "__main__":

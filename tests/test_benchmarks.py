@@ -5,6 +5,7 @@ import json
 import logging
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,12 @@ def test_the_tables_are_those_of_the_results(benchmark):
     with (ROOT / "results/scaling.csv").open() as file:
         text = tables(list(csv.DictReader(file)))
     assert text in (ROOT / "results/scaling.md").read_text()
+    speed = (ROOT / "results/speed.md").read_text()
+    for name, column, value in ("step", "method", "gpytorch_ratio"), ("replicas", "replicas", "ratio"):
+        table = import_module("common").Table(
+            ROOT / f"results/{'speed' if name == 'step' else name}.csv", import_module(name).KEY, []
+        )
+        assert table.wide(column, value) in speed
 
 
 def test_a_device_is_needed(benchmark, monkeypatch):

@@ -21,9 +21,10 @@ import torch
 from common import ENTRIES, LR, RANK, RHO, SHAPE, Step, Table, random_entries, take_turns, timed, training_step
 from torch import Tensor
 
+from ented.adam import ReplicaAdam
 from ented.likelihoods import Bernoulli
 from ented.model import ENTED
-from ented.replicas import ReplicaAdam, stack
+from ented.replicas import stack
 
 KEY = ["method", "threads", "dtype", "batch", "points", "replicas"]
 METHODS = {"ented": None, "ented compiled": "default"}  # and the mode of torch.compile

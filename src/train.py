@@ -18,7 +18,7 @@ import shutil
 import signal
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,6 +108,8 @@ def train(cfg: DictConfig) -> None:
     for group in [runs] if cfg.replicas else [[run] for run in runs]:
         if not all(run.result for run in group):
             complete(cfg, group)
+    if cfg.replicas and is_first():
+        shutil.rmtree(replicas_folder(runs), ignore_errors=True)
     if cfg.fold == "all":
         for seed in seeds:
             results = [run.result for run in runs if run.config["seed"] == seed]
@@ -144,12 +146,12 @@ class Run:
 
     def look(self) -> None:
         """Take the result of an earlier start, where there is one."""
-        self.result = from_first(self.folder.metrics)
+        self.result = from_first(lambda: self.folder.metrics)
         if self.result:
             log.info("%s is finished", self.folder.path)
 
-    def open(self) -> None:
-        """Load the data and make the folder, after all has been seen to fit, so that else nothing is left behind."""
+    def load(self) -> None:
+        """Read the data, and see whether all fits together, before anything is written."""
         cfg, dataset, fold = self.cfg, self.dataset, self.config["fold"]
         self.train, self.test = dataset.load(fold)
         self.likelihood: PolyaGamma = instantiate(cfg.likelihood)
@@ -166,7 +168,6 @@ class Run:
             raise InputError(f"{processes()} processes are more than the entries to evaluate: start fewer")
         if module.all_entries and cfg.batch_size != "all":
             raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
-        self.folder.open(cfg.force)
 
     def data(self, held_out: float) -> COODataModule:
         seed, dtype = self.config["seed"], getattr(torch, self.cfg.dtype)
@@ -184,7 +185,7 @@ class Run:
         protocol, fits = self.cfg.protocol, []
         for lr in self.rates:
             folder = self.holdout / (f"lr={lr}" if len(self.rates) > 1 else "")
-            history = History(folder, self.cfg.epochs, protocol.patience)
+            history = History(None if self.result else folder, self.cfg.epochs, protocol.patience)
             fits.append(Fit(self.module(lr), self.data(protocol.held_out), history))
         return fits
 
@@ -205,20 +206,20 @@ class Run:
         if epochs[i] == self.cfg.epochs:
             log.warning("%s, on held-out training entries, was still falling after epochs=%d", name, epochs[i])
 
-    @property
     def choice(self) -> dict | None:
         """What was chosen by the held-out entries, None if nothing was yet."""
         chosen = self.holdout / "chosen.json"
-        return from_first(read_json(chosen) if chosen.exists() else None)
+        return from_first(lambda: read_json(chosen) if chosen.exists() else None)
 
     def last(self) -> Fit:
         """The fit to all training entries."""
         choice = {}
         if self.cfg.protocol.held_out:
-            choice = self.choice
+            choice = self.choice()
             log.info("the fit of lowest score on held-out training entries: %s", choice)
         module = self.module(choice.get("lr", self.rates[0]))
-        return Fit(module, self.data(0), History(self.folder.path, choice.get("epochs", self.cfg.epochs)))
+        folder = None if self.result else self.folder.path
+        return Fit(module, self.data(0), History(folder, choice.get("epochs", self.cfg.epochs)))
 
     def finish(self, fit: Fit, trainer: L.Trainer) -> None:
         """Test what was fitted, and write the results."""
@@ -226,7 +227,9 @@ class Run:
         steps = epochs * len(fit.data.train_dataloader()) if trainer.optimizers else 0
         (tested,) = trainer.test(fit.module, fit.data, verbose=False)
         if self.cfg.replicas:
-            trainer.save_checkpoint(self.folder.path / "last.ckpt", weights_only=True)
+            partial = self.folder.path / "last.ckpt.partial"
+            trainer.save_checkpoint(partial, weights_only=True)
+            os.replace(partial, self.folder.path / "last.ckpt")
         metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
         self.folder.write_predictions(self.dataset.modes, self.test, trainer.predict(fit.module, fit.data))
         log.info("%s", comparison(self.cfg, metrics, self.train, self.test, self.likelihood))
@@ -237,36 +240,41 @@ class Run:
 
 
 def complete(cfg: DictConfig, runs: list[Run]) -> None:
-    """Train the runs, several as one, and do what else is missing of them."""
+    """Do what is missing of the runs; as replicas they are trained as one, with those that are finished."""
+    missing = [run for run in runs if not run.result]
     for run in runs:
         with run.folder.logging():
-            run.open()
+            run.load()
+    for run in missing:
+        with run.folder.logging():
+            run.folder.open(cfg.force)
     wait_for_all()  # until the first process has cleared away what another start left
-    folder = runs[0].folder.path
-    if cfg.replicas:  # a folder for just these
-        cells = [(run.config["fold"], run.config["seed"]) for run in runs]
-        folder = folder / f"replicas-{hashlib.sha256(repr(cells).encode()).hexdigest()[:8]}"
-    if cfg.protocol.held_out and not all(run.choice for run in runs):
+    folder = replicas_folder(runs) if cfg.replicas else runs[0].folder.path
+    if cfg.protocol.held_out and not all([run.choice() for run in runs]):
         searches = [run.searches() for run in runs]
         fits = [fit for of_run in searches for fit in of_run]
         for group in [fits] if cfg.replicas else [[fit] for fit in fits]:
-            train_together(cfg, group, folder / "holdout" if cfg.replicas else group[0].history.folder)
+            train_fits(cfg, missing, group, folder / "holdout" if cfg.replicas else group[0].history.folder)
         for run, of_run in zip(runs, searches, strict=True):
-            with run.folder.logging():
-                run.choose(of_run)
+            if not run.result:
+                with run.folder.logging():
+                    run.choose(of_run)
     fits = []
     for run in runs:
         with run.folder.logging():
             fits.append(run.last())
     with tracker(cfg, runs[0]) as logger:
-        trainer = train_together(cfg, fits, folder, logger)
-        # the first is the last to be finished: its folder holds what the others are resumed from
-        for run, fit in reversed(list(zip(runs, fits, strict=True))):
+        trainer = train_fits(cfg, missing, fits, folder, logger)
+        for run, fit in zip(runs, fits, strict=True):
             if not run.result:
                 with run.folder.logging():
                     run.finish(fit, trainer)
-    if cfg.replicas:
-        shutil.rmtree(folder)
+
+
+def replicas_folder(runs: list[Run]) -> Path:
+    """Where the state of just these replicas is kept, while they are trained."""
+    cells = [(run.config["fold"], run.config["seed"]) for run in runs]
+    return runs[0].folder.path / f"replicas-{hashlib.sha256(repr(cells).encode()).hexdigest()[:8]}"
 
 
 def join(cfg: DictConfig) -> None:
@@ -299,8 +307,8 @@ def parameters_in(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def train_together(cfg: DictConfig, fits: list[Fit], folder: Path, logger=False) -> L.Trainer:
-    """Train until the histories end, from the folder's checkpoint where there is one."""
+def train_fits(cfg: DictConfig, runs: list[Run], fits: list[Fit], folder: Path, logger=False) -> L.Trainer:
+    """Train until the histories end, from the folder's checkpoint where there is one; into the logs of the runs."""
     modules, datas, histories = map(list, zip(*fits, strict=True))
     if cfg.replicas:
         data = ReplicaData(datas, histories)
@@ -323,9 +331,12 @@ def train_together(cfg: DictConfig, fits: list[Fit], folder: Path, logger=False)
         log_every_n_steps=10**9,  # everything is logged by epoch
     )
     L.seed_everything(datas[0].seed, verbose=False)  # the same draws, whatever ran before in this process
-    trainer.fit(module, data, ckpt_path=from_first(usable(recorder.checkpoint)))
+    with ExitStack() as logs:
+        for run in runs:
+            logs.enter_context(run.folder.logging())
+        trainer.fit(module, data, ckpt_path=from_first(lambda: usable(recorder.checkpoint)))
     if cfg.replicas:
-        module.finish()
+        module.unstack()
     return trainer
 
 
@@ -338,7 +349,7 @@ def usable(checkpoint: Path) -> Path | None:
     except Exception as error:  # torch, zipfile and pickle raise many kinds
         log.warning("%s cannot be read, training starts anew (%s)", checkpoint, " ".join(str(error).split()))
         return None
-    return checkpoint if "loops" in state else None  # what replicas leave behind cannot be resumed from
+    return checkpoint if "optimizer_states" in state else None  # what replicas leave cannot be resumed from
 
 
 @contextmanager

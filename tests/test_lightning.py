@@ -81,14 +81,15 @@ def test_the_learning_rate_falls_to_three_tenths_at_the_milestones(tmp_path):
     assert rates == pytest.approx([0.01] * 6 + [0.003] * 2 + [0.0009] * 2)
 
 
+@pytest.mark.parametrize("sparse_gradients", [False, True])
 @pytest.mark.parametrize("held_out", [0.0, 0.2])
-def test_a_fit_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, held_out):
+def test_a_fit_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, held_out, sparse_gradients):
     class Interrupt(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if trainer.current_epoch == 3 and batch_idx == 1:
                 raise OSError("interrupted")
 
-    settings = {"milestones": (0.5,)}
+    settings = {"milestones": (0.5,), "sparse_gradients": sparse_gradients}
     whole = make_module("binary", **settings)
     expected = fit(whole, make_data("binary", 15, held_out), 6, tmp_path / "whole")
     with pytest.raises(OSError, match="interrupted"):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import lightning as L
 import pandas as pd
@@ -38,12 +39,12 @@ def fit_together(modules, datas, histories, folder, *callbacks, **settings):
     data = ReplicaData(datas, histories)
     together = ReplicasModule(modules, data, **settings)
     train(together, data, histories, folder, *callbacks)
-    together.finish()
+    together.unstack()
 
 
 def assert_same(together, alone, histories, expected):
     for module, single, history, of_single in zip(together, alone, histories, expected, strict=True):
-        assert_close(module.model.state_dict(), single.model.state_dict(), rtol=1e-6, atol=1e-9)
+        assert_close(module.model.state_dict(), single.model.state_dict(), rtol=1e-6, atol=1e-10)
         rows, of_single = (pd.DataFrame(one.rows).drop(columns="seconds") for one in (history, of_single))
         pd.testing.assert_frame_equal(rows, of_single, rtol=1e-6)
         assert history.seconds > 0
@@ -80,7 +81,7 @@ def test_the_search_for_epochs_ends_for_each_by_itself(tmp_path):
     assert len({len(history.rows) for history in histories}) > 1 and len(histories[0].rows) < 30
 
 
-@pytest.mark.parametrize("epoch", [3, 6])
+@pytest.mark.parametrize("epoch", [3, 5, 6])
 def test_an_interrupted_fit_goes_on_as_if_it_had_not_been(tmp_path, epoch):
     """While all train or one has ended, and when all have."""
 
@@ -163,6 +164,33 @@ def test_a_command_with_replicas_makes_the_runs_that_it_makes_without(alone, tmp
     for seed, one in summary["seeds"].items():
         for name, value in one["metrics"].items():
             assert value == pytest.approx(of_alone["seeds"][seed]["metrics"][name], rel=1e-6)
+
+
+@pytest.mark.parametrize("moment", ["search", "predict"])
+def test_replicas_that_were_killed_can_be_finished_one_by_one(alone, tmp_path, moment):
+    command = [*binary(alone), *SETTINGS]
+    assert run(tmp_path, 1, *command, "replicas=folds", *kill(moment)).returncode == -9
+    done = run(tmp_path, 1, *command)
+    assert done.returncode == 0, done.stderr
+    for one, other in zip(run_folders(tmp_path), run_folders(alone / "runs"), strict=True):
+        assert_same_run(one, other)
+
+
+def test_what_is_finished_stays_as_it_is(alone, tmp_path):
+    """Where another run is missing; and with force, where the data of another are damaged."""
+    shutil.copytree(alone / "runs", tmp_path / "runs")
+    first, *others = run_folders(tmp_path / "runs")
+    shutil.rmtree(first)
+    before = {file: file.read_bytes() for folder in others for file in folder.rglob("*") if file.is_file()}
+    done = run(tmp_path / "runs", 1, *binary(alone), *SETTINGS, "replicas=folds")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(first, run_folders(alone / "runs")[0])
+
+    shutil.copytree(alone / "ones", tmp_path / "ones")
+    (tmp_path / "ones/fold-1.npz").write_bytes(b"damaged")
+    damaged = run(tmp_path / "runs", 1, *binary(tmp_path), *SETTINGS, "replicas=folds", "force=true")
+    assert damaged.returncode == 1 and damaged.stderr.count("\n") == 1
+    assert {file: file.read_bytes() for file in before} == before
 
 
 def test_the_learning_rate_of_the_lowest_held_out_score_is_chosen(alone):

@@ -288,6 +288,17 @@ def test_any_number_of_blocks(command, tiny, blocks):
     assert checkpoint["state_dict"]["model.q.precision"].shape == (blocks, 9 // blocks, 9 // blocks)
 
 
+@pytest.mark.parametrize("model", ["ented", "gptf_pg", "gptf"])
+def test_sparse_gradients_with_all_entries_in_each_batch_make_the_same_run(command, tiny, model):
+    runs = []
+    for sparse in "false", "true":
+        settings = ["fold=0", "batch_size=all", f"model.sparse_gradients={sparse}", f"runs_dir={sparse}"]
+        code, _, err = command(*counts(tiny), f"model={model}", *settings)
+        assert code == 0, err
+        runs.append(pd.read_csv(tiny.parent / sparse / f"counts/{model}/rank=2/fold=0/seed=0/predictions.csv"))
+    pd.testing.assert_frame_equal(*runs, rtol=1e-4)
+
+
 def test_one_block_is_gptf_pg(command, tiny):
     assert command(*binary(tiny), "fold=0", "model.blocks=1")[0] == 0
     assert command(*binary(tiny), "fold=0", "model=gptf_pg")[0] == 0
@@ -381,6 +392,7 @@ def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, mon
     [
         (["model=gptf"], "replicas=folds: runs of model=gptf are trained one by one"),
         (["logger=wandb"], "replicas=folds goes with logger=csv and one device"),
+        (["trainer=ddp"], "replicas=folds goes with logger=csv and one device"),
         (["model.sparse_gradients=true"], "model.sparse_gradients=true goes with one run at a time and one device"),
         (["lr=[0.1,0.2]", "protocol=paper"], "only protocol=holdout chooses one of several"),
         (["lr=[0.1,0.2]", "model=main_effects"], "model=main_effects has no learning rate"),

@@ -51,7 +51,7 @@ def run(folder: Path, processes: int, *settings: str) -> subprocess.CompletedPro
 
 
 class Kill(L.Callback):
-    """A kill after three epochs of the search for the number of epochs or of the fit, or in the second test."""
+    """A kill after three epochs of the search or of the fit, in the second test, or before the results are written."""
 
     def __init__(self, moment: str):
         self.moment, self.tests = moment, 0
@@ -64,6 +64,10 @@ class Kill(L.Callback):
     def on_test_start(self, trainer, pl_module) -> None:
         self.tests += 1
         if self.tests == 2 and self.moment == "test":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_predict_start(self, trainer, pl_module) -> None:
+        if self.moment == "predict":
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -14,7 +14,7 @@ BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
 class PartialAdam(torch.optim.Optimizer):
-    """What both have in common.
+    """Adam whose state counts steps for each part. Its steps take no closure: what they need has been computed.
 
     Parameters
     ----------
@@ -25,19 +25,20 @@ class PartialAdam(torch.optim.Optimizer):
     def __init__(self, params, lr: float | Float[Tensor, "B"]):
         super().__init__(params, {"lr": lr})
 
-    def parameters(self):
+    def states(self):
         """Each parameter, its state, and the learning rate."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
                 if not state:
-                    state["step"] = parameter.new_zeros(len(parameter), *[1] * (parameter.ndim - 1))
+                    # not "step", which PyTorch would leave on the CPU when it loads a checkpoint
+                    state["t"] = parameter.new_zeros(len(parameter), *[1] * (parameter.ndim - 1))
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
                 yield parameter, state, group["lr"]
 
 
 def direction(m: Float[Tensor, "..."], v: Float[Tensor, "..."], t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """What lr is multiplied by."""
+    """What lr is multiplied by; t as in the formulas above, one number for each part."""
     return m / ((v / (1 - BETA2**t)).sqrt_().add_(EPS).mul_(1 - BETA1**t))
 
 
@@ -47,9 +48,9 @@ class ReplicaAdam(PartialAdam):
     @torch.no_grad()
     def step(self, closure=None, *, active: Bool[Tensor, "B"]) -> None:
         """A step of the active replicas."""
-        for x, state, lr in self.parameters():
+        for x, state, lr in self.states():
             on = active[:, None, None].to(x.dtype)
-            t = state["step"].add_(on).clamp_min(1)  # those without a step yet are not active
+            t = state["t"].add_(on).clamp_min(1)  # those without a step yet are not active
             m = state["exp_avg"].lerp_(x.grad, (1 - BETA1) * on)
             v = state["exp_avg_sq"].lerp_(x.grad.square(), (1 - BETA2) * on)
             x.sub_(on * lr.to(x)[:, None, None] * direction(m, v, t))
@@ -61,12 +62,12 @@ class RowAdam(PartialAdam):
     @torch.no_grad()
     def step(self, closure=None, *, rows: Int[Tensor, "S"]) -> None:
         """A step of the given rows, once each however often they are given; then their gradient is zero again."""
-        for x, state, lr in self.parameters():
+        for x, state, lr in self.states():
             g = x.grad[rows]
-            t = state["step"][rows] + 1
+            t = state["t"][rows] + 1
             m = torch.lerp(state["exp_avg"][rows], g, 1 - BETA1)
             v = torch.lerp(state["exp_avg_sq"][rows], g.square(), 1 - BETA2)
             # where a row is given twice, the same is written twice
-            state["step"][rows], state["exp_avg"][rows], state["exp_avg_sq"][rows] = t, m, v
+            state["t"][rows], state["exp_avg"][rows], state["exp_avg_sq"][rows] = t, m, v
             x[rows] = x[rows] - lr * direction(m, v, t)
             x.grad[rows] = 0

@@ -44,11 +44,11 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def from_first(value):
-    """The first process's value, in every process: nodes may see a file of a shared folder at different times."""
+def from_first(look):
+    """What the first process finds, in every process: nodes may see a file of a shared folder at different times."""
     if not is_distributed():
-        return value
-    values = [value]
+        return look()
+    values = [look() if is_first() else None]
     dist.broadcast_object_list(values)
     return values[0]
 

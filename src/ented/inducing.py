@@ -86,8 +86,8 @@ class InducingBlocks(nn.Module):
         phi, XM, K, L = features.phi, features.XM, features.K, features.L
         T = (phi_bar.mT @ phi).neg_().tril_()
         T.diagonal(dim1=-2, dim2=-1).mul_(0.5)
-        T_Linv = torch.linalg.solve_triangular(L.mT, T.mT, upper=True).mT
-        right_hand_sides = torch.cat([T_Linv.mT, phi_bar], -2)
+        T_Linv_mT = torch.linalg.solve_triangular(L.mT, T.mT, upper=True)
+        right_hand_sides = torch.cat([T_Linv_mT, phi_bar], -2)
         K_bar = torch.linalg.solve_triangular(L.mT, right_hand_sides.mT, upper=True).mT
         XM_bar, X_bar = kernel.backward(XM, self.X, K, K_bar)
         X_again_bar, M_bar = XM_bar.tensor_split([L.shape[-1]], -2)

@@ -240,6 +240,11 @@ def check_numbers(model: FactorProcess, bound_sum: Float[Tensor, "..."], epoch: 
         raise InputError(f"the bound is not finite in epoch {epoch + 1}: lower lr= or rho=")
 
 
+def warn_of_many_points(points: int, entries: int) -> None:
+    if points > entries:
+        log.warning("inducing=%d is more than the %d training entries", points, entries)
+
+
 class GaussianProcessModule(CompletionModule):
     """What the methods with a `FactorProcess` share: Adam under manual optimisation, and what is read once an epoch.
 
@@ -260,9 +265,11 @@ class GaussianProcessModule(CompletionModule):
         self.register_buffer("bound_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def configure_optimizers(self):
-        rows = [self.model.Z] if self.model.sparse_gradients else []
-        others = [parameter for parameter in self.parameters() if not any(parameter is Z for Z in rows)]
-        optimizers = [torch.optim.Adam(others, self.lr, fused=True)] + ([RowAdam(rows, self.lr)] if rows else [])
+        if self.model.sparse_gradients:
+            others = [parameter for parameter in self.parameters() if parameter is not self.model.Z]
+            optimizers = [torch.optim.Adam(others, self.lr, fused=True), RowAdam([self.model.Z], self.lr)]
+        else:
+            optimizers = [torch.optim.Adam(self.parameters(), self.lr, fused=True)]
         epochs = milestone_epochs(self.milestones, self.trainer.max_epochs)
         return optimizers, [
             torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=MILESTONE_FACTOR) for optimizer in optimizers
@@ -284,9 +291,7 @@ class GaussianProcessModule(CompletionModule):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        points, entries = len(self.model.inducing.X), len(self.trainer.datamodule.train)
-        if points > entries:
-            log.warning("inducing=%d is more than the %d training entries", points, entries)
+        warn_of_many_points(len(self.model.inducing.X), len(self.trainer.datamodule.train))
 
     def on_train_epoch_start(self) -> None:
         self.bound_sum.zero_()
@@ -296,9 +301,8 @@ class GaussianProcessModule(CompletionModule):
 
     def on_train_epoch_end(self) -> None:
         check_numbers(self.model, self.bound_sum, self.current_epoch)
-        schedulers = self.lr_schedulers()
-        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-            scheduler.step()
+        for config in self.trainer.lr_scheduler_configs:
+            config.scheduler.step()
 
     def bound(self) -> Float[Tensor, ""]:
         """Sum of the bounds of the epoch's entries in all processes, without the KL."""

@@ -84,7 +84,7 @@ class FactorProcess(nn.Module):
     def count_rows(self, counts: Int[Tensor, "I"]) -> None:
         """Take how many training entries each row has; one that has none is put where its prior is highest."""
         self.row_counts.copy_(counts)
-        self.Z.mul_((counts > 0)[:, None])
+        self.Z.mul_((self.row_counts > 0)[:, None])
 
     def rows(self, indices: Int[Tensor, "... S D"]) -> Int[Tensor, "... S D"]:
         """The entries' rows of Z."""
@@ -105,7 +105,8 @@ class FactorProcess(nn.Module):
     ) -> None:
         """Set the gradients of Z and X to those of a loss that has the derivative phi_bar in Phi, less log p(Z).
 
-        `scale` is what one entry of the batch stands for, here of the prior.
+        `scale` is what one entry of the batch stands for; with sparse gradients it is a number, and says how much of
+        the prior comes with the entry.
         """
         X_bar, M_bar = self.inducing.backward(self.kernel, features, phi_bar)
         rows, M_bar = self.rows(indices), M_bar.reshape(*indices.shape, -1)

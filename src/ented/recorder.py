@@ -14,16 +14,17 @@ from ented.runs import write
 
 @dataclass
 class History:
-    """The epochs of a fit, as in `folder`/epochs.csv; the folder is made where it does not exist."""
+    """The epochs of a fit, as in `folder`/epochs.csv; the folder is made where there is none. None writes nothing."""
 
-    folder: Path
+    folder: Path | None
     epochs: int  # at most
     patience: int | None = None  # epochs without a lower held-out score after which training ends; None to train all
     rows: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
 
     def __post_init__(self):
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def ended(self) -> bool:
@@ -39,7 +40,8 @@ class History:
         self.rows.append({"epoch": len(self.rows) + 1, **metrics, "seconds": round(self.seconds, 3)})
 
     def write(self) -> None:
-        write(self.folder / "epochs.csv", pd.DataFrame(self.rows).to_csv(index=False))
+        if self.folder:
+            write(self.folder / "epochs.csv", pd.DataFrame(self.rows).to_csv(index=False))
 
 
 class Recorder(Checkpoint):

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ented.adam import ReplicaAdam
 from ented.datamodule import COODataModule
-from ented.lightning import MILESTONE_FACTOR, ENTEDModule, check_numbers, milestone_epochs
+from ented.lightning import MILESTONE_FACTOR, ENTEDModule, check_numbers, milestone_epochs, warn_of_many_points
 from ented.model import ENTED
 from ented.recorder import History
 from ented.tensor import COOTensor
 
-Batch = tuple[Int[Tensor, "B S D"], Float[Tensor, "B S"], Float[Tensor, "B S"]]
+ReplicaBatch = tuple[Int[Tensor, "B S D"], Float[Tensor, "B S"], Float[Tensor, "B S"]]
 
 
 def stack(models: list[ENTED]) -> ENTED:
@@ -66,7 +66,8 @@ class ReplicaBatches(Sampler):
         epoch = [[] if history.ended else list(stream) for stream, history in pairs]
         size = max(len(rows) for batches in epoch for rows in batches)  # one size for all steps
         none = torch.tensor([], dtype=torch.long)
-        for i in range(len(self)):  # always as many: Lightning validates after the last of them
+        # as many steps in every epoch, also where the longest stream has ended: Lightning validates after that number
+        for i in range(len(self)):
             step = [batches[i] if i < len(batches) else none for batches in epoch]
             rows = pad_sequence(step, batch_first=True, padding_value=-1)
             yield pad(rows, (0, size - rows.shape[1]), value=-1)
@@ -79,10 +80,11 @@ class StackedEntries(Dataset):
         self.indices = torch.cat([tensor.indices for tensor in tensors])
         self.values = torch.cat([tensor.values for tensor in tensors]).to(dtype)
         self.sizes = torch.tensor([len(tensor) for tensor in tensors])[:, None]
+        self.starts = self.sizes.cumsum(0) - self.sizes
 
-    def __getitem__(self, rows: Int[Tensor, "B S"]) -> Batch:
+    def __getitem__(self, rows: Int[Tensor, "B S"]) -> ReplicaBatch:
         present = rows >= 0
-        at = rows.clamp_min(0) + self.sizes.cumsum(0) - self.sizes
+        at = rows.clamp_min(0) + self.starts
         batch = present.sum(1, keepdim=True).clamp_min(1)
         return self.indices[at], self.values[at], (present * self.sizes / batch.double()).to(self.values.dtype)
 
@@ -120,7 +122,7 @@ class ReplicasModule(L.LightningModule):
 
     Parameters
     ----------
-    replicas : what is to be trained; `finish` gives them the result.
+    replicas : what is to be trained; `unstack` gives them the result.
     data : the minibatches.
     compile : see `ENTEDModule`.
     """
@@ -145,6 +147,10 @@ class ReplicasModule(L.LightningModule):
         for name, of_replicas in numbers.items():
             self.register_buffer(name, torch.tensor(of_replicas, dtype=torch.float64), persistent=False)
 
+    def on_train_start(self) -> None:
+        for replica in self.trainer.datamodule.replicas:
+            warn_of_many_points(self.model.inducing.X.shape[-2], len(replica.train))
+
     def configure_optimizers(self) -> ReplicaAdam:
         return ReplicaAdam(self.model.parameters(), self.lr)
 
@@ -157,9 +163,9 @@ class ReplicasModule(L.LightningModule):
             for history in self.histories
         ]
         (group,) = self.optimizers().param_groups
-        group["lr"] = self.lr * MILESTONE_FACTOR ** torch.tensor(passed, device=self.lr.device)
+        group["lr"] = self.lr * MILESTONE_FACTOR ** torch.tensor(passed).to(self.lr)
 
-    def training_step(self, batch: Batch, _) -> None:
+    def training_step(self, batch: ReplicaBatch, _) -> None:
         indices, values, scale = batch
         present = scale > 0
         active = present.any(-1)
@@ -168,7 +174,7 @@ class ReplicasModule(L.LightningModule):
         self.bound_sum += (bound * present).sum(-1)
         self.log_prob_sum += (self.model.likelihood.log_prob(values, mean) * present).sum(-1)
 
-    def validation_step(self, batch: Batch, _) -> None:
+    def validation_step(self, batch: ReplicaBatch, _) -> None:
         indices, values, scale = batch
         latent = self.model.predictive(indices)
         for i, present in enumerate(scale > 0):
@@ -194,7 +200,7 @@ class ReplicasModule(L.LightningModule):
             metrics.reset()
         return rows
 
-    def finish(self) -> None:
+    def unstack(self) -> None:
         """Hand each replica what became of it."""
         state = self.model.state_dict()
         for i, module in enumerate(self.replicas):

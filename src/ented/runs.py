@@ -2,7 +2,9 @@
 
 config.yaml      all settings, written first
 train.log        what was done
-holdout/         the fit that chose the number of epochs (protocol=holdout): epochs.csv, last.ckpt, chosen.json
+holdout/         the fit that chose the number of epochs (protocol=holdout): epochs.csv, last.ckpt, chosen.json;
+                 of several learning rates, each has a folder lr=... for the first two
+replicas-.../    last.ckpt of all runs of a command with replicas=folds, in the first of their folders, until it ends
 epochs.csv       metrics of each epoch
 last.ckpt        state after the last epoch, or the state to resume from
 predictions.csv  predictive distribution of every test entry

@@ -5,6 +5,7 @@ is at most `BLOCK` rows of an npy file, or a row group of a Parquet file: what h
 returns its entries.
 """
 
+import signal
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -182,7 +183,7 @@ class Shards:
 
     def sample(self) -> COOTensor:
         """At most `BUFFER` entries, from blocks drawn at random; all if there are not more. Always the same."""
-        return self._tensor(torch.randperm(len(self.blocks), generator=generator(0)).tolist(), BUFFER)
+        return self._tensor(torch.randperm(len(self.blocks), generator=generator(0, 0, 3)).tolist(), BUFFER)
 
     def _tensor(self, order: Iterable[int], entries: int) -> COOTensor:
         indices, values = zip(*self.read(order, 0, entries), strict=True)
@@ -244,6 +245,11 @@ class Lane(IterableDataset):
             buffer, held = [(indices, values)], len(values)
 
 
+def ignore_interrupt(_) -> None:
+    """Leave Ctrl-C to the process that trains, which ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def copied(batch: Batch) -> list[Tensor]:
     """What a worker sends; without a copy it would be the whole buffer."""
     return [part.clone() for part in batch]
@@ -269,6 +275,7 @@ class Minibatches:
         # a generator: the workers start, with the epoch they are told, when the first batch is asked for
         if self.workers:
             options = {"num_workers": self.workers, "pin_memory": torch.cuda.is_available()}
+            options["worker_init_fn"] = ignore_interrupt
             yield from DataLoader(self.lane, batch_size=None, collate_fn=copied, **options)
         else:
             yield from self.lane

@@ -25,7 +25,9 @@ def test_two_processes_make_the_run_of_one(tmp_path, model, dataset, batch_size)
     runs = []
     for processes in (2, 1):
         folder = tmp_path / str(processes)
-        done = run(folder, processes, *settings, f"model={model}", f"batch_size={batch_size}", *trainer(processes))
+        done = run(
+            folder, processes, *settings, "fold=0", f"model={model}", f"batch_size={batch_size}", *trainer(processes)
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count(" epochs  ") == 1
         runs += folder.rglob("seed=0")

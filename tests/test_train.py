@@ -292,10 +292,10 @@ def test_any_number_of_blocks(command, tiny, blocks):
 def test_sparse_gradients_with_all_entries_in_each_batch_make_the_same_run(command, tiny, model):
     runs = []
     for sparse in "false", "true":
-        settings = ["fold=0", "batch_size=all", f"model.sparse_gradients={sparse}", f"runs_dir={sparse}"]
+        settings = ["fold=0", "batch_size=all", f"model.sparse_gradients={sparse}", f"runs_dir=sparse-{sparse}"]
         code, _, err = command(*counts(tiny), f"model={model}", *settings)
         assert code == 0, err
-        runs.append(pd.read_csv(tiny.parent / sparse / f"counts/{model}/rank=2/fold=0/seed=0/predictions.csv"))
+        runs.append(pd.read_csv(tiny.parent / f"sparse-{sparse}/counts/{model}/rank=2/fold=0/seed=0/predictions.csv"))
     pd.testing.assert_frame_equal(*runs, rtol=1e-4)
 
 
@@ -390,7 +390,7 @@ def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, mon
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["model=gptf"], "replicas=folds: runs of model=gptf are trained one by one"),
+        (["model=gptf"], "replicas=folds: runs of model=gptf and dataset=ones are trained one by one"),
         (["logger=wandb"], "replicas=folds goes with logger=csv and one device"),
         (["trainer=ddp"], "replicas=folds goes with logger=csv and one device"),
         (["model.sparse_gradients=true"], "model.sparse_gradients=true goes with one run at a time and one device"),

@@ -311,6 +311,17 @@ def test_feature_gradient_returns_the_bounds_and_the_mean_of_f(kind):
     torch.testing.assert_close((bound.sum(), mean), (expected, f_mean))
 
 
+@pytest.mark.parametrize("sparse_gradients", [False, True])
+def test_a_process_may_have_no_entry_of_a_batch(sparse_gradients):
+    """Its step is that of the priors alone."""
+    model = ENTED(SHAPE, LIKELIHOODS["count"], RANK, 6, sparse_gradients=sparse_gradients).double()
+    indices, x = make_entries("count", 0)
+    bound, mean = model.step(indices, x, 1.0, 0.5)
+    assert bound.shape == mean.shape == (0,) and model.q.kl() == 0
+    assert torch.equal(model.Z.grad, torch.zeros_like(model.Z) if sparse_gradients else model.Z)
+    assert not model.inducing.X.grad.any()
+
+
 # sparse gradients
 
 

@@ -109,7 +109,7 @@ class FactorProcess(nn.Module):
         the prior comes with the entry.
         """
         X_bar, M_bar = self.inducing.backward(self.kernel, features, phi_bar)
-        rows, M_bar = self.rows(indices), M_bar.reshape(*indices.shape, -1)
+        rows, M_bar = self.rows(indices), M_bar.reshape(*indices.shape, self.Z.shape[-1])
         if self.sparse_gradients:
             M_bar += (scale / self.row_counts[rows])[..., None] * self.Z[rows]
             self.Z.grad = self.Z_bar.index_add_(0, rows.flatten(), M_bar.flatten(0, -2))

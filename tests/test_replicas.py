@@ -175,6 +175,7 @@ def test_replicas_that_were_killed_can_be_finished_one_by_one(alone, tmp_path, m
     assert done.returncode == 0, done.stderr
     for one, other in zip(run_folders(tmp_path), run_folders(alone / "runs"), strict=True):
         assert_same_run(one, other)
+    assert not list(tmp_path.rglob("replicas-*"))
 
 
 def test_what_is_finished_stays_as_it_is(alone, tmp_path):

@@ -158,10 +158,8 @@ def test_npy_and_parquet_agree(small, tmp_path):
 
 
 def test_only_shards_are_read_and_an_empty_one_has_nothing(small, tmp_path):
-    write(tmp_path, table(20), 2)
+    write(tmp_path, table(29), 2)
     np.save(tmp_path / "2.npy", table(0))
-    write(tmp_path / "more", table(9, 20), 1, "parquet")
-    (tmp_path / "more/0.parquet").rename(tmp_path / "9.parquet")
     (tmp_path / "_SUCCESS").touch()
     (tmp_path / ".0.npy.crc").touch()
     (tmp_path / ".hidden.npy").touch()
@@ -258,6 +256,15 @@ def events(tmp_path) -> np.ndarray:
     return rows
 
 
+@pytest.fixture
+def ones(events, tmp_path) -> np.ndarray:
+    """The same with zeros and ones."""
+    rows = events // [1, 1, 1, 3] % [9, 9, 9, 2]
+    write(tmp_path / "events/train", rows[:90], 3)
+    write(tmp_path / "events/test", rows[90:], 1, "parquet")
+    return rows
+
+
 STREAM = ["dataset=stream", "dataset.source.folder=events", "dataset.source.shape=[6,5,4]"]
 SMALL = ["inducing=8", "rank=2", "lr=0.01"]
 
@@ -267,9 +274,12 @@ def results(folder: Path) -> tuple[pd.DataFrame, dict]:
     return pd.read_csv(file.with_name("predictions.csv")), json.loads(file.read_text())["metrics"]
 
 
-@pytest.mark.parametrize("model", ["ented", "gptf_pg", "gptf", "costco"])
-def test_a_run_leaves_what_others_do(small, command, events, tmp_path, model):
-    code, out, err = command(*STREAM, *SMALL[1:], f"model={model}", "inducing=8", "epochs=3", "batch_size=16")
+@pytest.mark.parametrize(
+    "model", ["ented", "ented model.sparse_gradients=true", "gptf_pg", "gptf", "costco", "sbtr likelihood=bernoulli"]
+)
+def test_a_run_leaves_what_others_do(small, command, tmp_path, model, request):
+    events = request.getfixturevalue("ones" if "bernoulli" in model else "events")
+    code, out, err = command(*STREAM, *SMALL, *f"model={model}".split(), "epochs=3", "batch_size=16")
     assert code == 0, err
     predictions, metrics = results(tmp_path)
     assert predictions[["mode-0", "mode-1", "mode-2", "value"]].to_numpy().tolist() == events[90:].tolist()
@@ -313,11 +323,16 @@ def replace(file: str, *, cell: tuple[int, int], value: int):
 
 
 def text_column(folder: Path) -> None:
-    pq.write_table(pa.table({"a": [1], "b": [1], "c": ["one"], "value": [1]}), folder / "train/9.parquet")
+    pq.write_table(pa.table({"a": [1], "b": [1], "c": ["one"], "value": [1]}), folder / "test/9.parquet")
 
 
 def absent_value(folder: Path) -> None:
-    pq.write_table(pa.table({"a": [1, 1], "b": [1, 1], "c": [1, 2], "value": [1, None]}), folder / "train/9.parquet")
+    pq.write_table(pa.table({"a": [1, 1], "b": [1, 1], "c": [1, 2], "value": [1, None]}), folder / "test/9.parquet")
+
+
+def zeros(folder: Path) -> None:
+    write(folder / "train", np.zeros((90, 4)), 3)
+    write(folder / "test", np.zeros((9, 4)), 1, "parquet")
 
 
 # what is wrong -> how the data are made so, settings, what the line says
@@ -325,14 +340,32 @@ MISTAKES = {
     "no folder setting": (None, ["dataset=stream"], "dataset.source.folder has no default"),
     "no shape setting": (None, STREAM[:2], "dataset.source.shape has no default"),
     "one size": (None, [*STREAM, "dataset.source.shape=6"], "dataset.source.shape=6: give the size of each mode"),
-    "no folder": (None, [*STREAM, "dataset.source.folder=nope"], "nope/train has no entries"),
+    "no folder": (None, [*STREAM, "dataset.source.folder=nope"], "nope/train is not a folder"),
+    "letters in the shape": (None, [*STREAM, "dataset.source.shape=[6,5,a]"], "give whole numbers from 1"),
+    "both kinds": (
+        lambda folder: pq.write_table(pa.table({"a": [1]}), folder / "train/9.parquet"),
+        STREAM,
+        "events/train has npy and Parquet files: keep one kind",
+    ),
+    "folders": (
+        lambda folder: write(folder / "test/week=1", table(1), 1, "parquet"),
+        STREAM,
+        "events/test/week=1 has files that would not be read",
+    ),
+    "index": (
+        lambda folder: pd.DataFrame(np.ones((9, 4)), index=[*range(9, 0, -1)], columns=list("abcd")).to_parquet(
+            folder / "test/9.parquet"
+        ),
+        STREAM,
+        "test/9.parquet: __index_level_0__ is the index of a pandas table: write it with index=False",
+    ),
     "no shards": (lambda folder: (folder / "test/0.parquet").unlink(), STREAM, "events/test has no entries"),
     "no rows": (
         lambda folder: np.save(folder / "test/0.npy", []) or (folder / "test/0.parquet").unlink(),
         STREAM,
         "test",
     ),
-    "index": (
+    "outside": (
         replace("train/1.npy", cell=(8, 2), value=4),
         STREAM,
         "train/1.npy, in the rows from 7: row 1, mode 2: index",
@@ -342,10 +375,10 @@ MISTAKES = {
         STREAM,
         "train/2.npy, in the rows from 0: row 0: value -1",
     ),
-    "text": (text_column, STREAM, "train/9.parquet: column c holds string; give numbers"),
-    "null": (absent_value, STREAM, "train/9.parquet, in row group 0: row 1: value nan is not finite"),
+    "text": (text_column, STREAM, "test/9.parquet: column c holds string; give numbers"),
+    "null": (absent_value, STREAM, "test/9.parquet, in row group 0: row 1: value nan is not finite"),
     "names": (lambda folder: np.save(folder / "train/9.npy", np.array([["a"] * 4])), STREAM, "train/9.npy"),
-    "scalar": (lambda folder: np.save(folder / "train/9.npy", 3), STREAM, "train/9.npy is not a npy file"),
+    "scalar": (lambda folder: np.save(folder / "train/9.npy", 3), STREAM, "train/9.npy is not an npy file"),
     "one axis": (
         lambda folder: np.save(folder / "train/9.npy", np.arange(4)),
         STREAM,
@@ -353,12 +386,21 @@ MISTAKES = {
     ),
     "columns": (None, [*STREAM, "dataset.source.shape=[6,5]"], "row group 0: rows have shape (7, 4)"),
     "damaged": (
-        lambda folder: (folder / "train/9.parquet").write_bytes(b"PAR1PAR1"),
+        lambda folder: (folder / "test/9.parquet").write_bytes(b"PAR1PAR1"),
         STREAM,
-        "9.parquet is not a parquet",
+        "9.parquet is not a Parquet file",
     ),
-    "cut": (lambda folder: (folder / "train/9.npy").write_bytes(b"\x93NUMPY"), STREAM, "train/9.npy is not a npy file"),
+    "cut": (
+        lambda folder: (folder / "train/9.npy").write_bytes(b"\x93NUMPY"),
+        STREAM,
+        "train/9.npy is not an npy file",
+    ),
     "binary": (None, [*STREAM, "dataset.source.kind=binary"], "a binary dataset holds the value"),
+    "no likelihood": (
+        zeros,
+        [*STREAM, "dataset.source.kind=binary"],
+        "dataset=stream is binary: use likelihood=bernoulli",
+    ),
     "likelihood": (None, [*STREAM, "likelihood=bernoulli"], "use likelihood=negative_binomial"),
     "modes": (None, [*STREAM, "dataset.source.modes=[a,b]"], "2 modes for 3 sizes"),
     "workers": (
@@ -367,9 +409,10 @@ MISTAKES = {
         "dataset.source.workers=-1: it must be a whole number from 0",
     ),
     "protocol": (None, [*STREAM, "protocol=paper"], "no published settings"),
-    "batch": (None, [*STREAM, "batch_size=all"], "ented, gptf_pg, gptf, costco or sbtr"),
-    "replicas": (None, [*STREAM, "replicas=folds"], "model=ented and dataset=stream are trained one by one"),
-    "method": (None, [*STREAM, "model=gcp"], "ented, gptf_pg, gptf, costco or sbtr"),
+    "batch": (None, [*STREAM, "batch_size=all"], "give a number"),
+    "replicas": (None, [*STREAM, "replicas=folds"], "the entries of replicas are in memory, unlike dataset=stream"),
+    "method": (None, [*STREAM, "model=gcp"], "choose model=ented, gptf_pg, gptf, costco or sbtr"),
+    "method with a batch size": (None, [*STREAM, "model=gcp", "batch_size=9"], "choose model=ented, gptf_pg, gptf,"),
 }
 
 

@@ -150,7 +150,7 @@ def test_all_folds_of_a_binary_tensor_and_their_summary(command, tiny):
     summary = json.loads((tiny.parent / "runs/ones/ented/rank=2/summary.json").read_text())
     auc = summary["seeds"]["0"]["metrics"]["auc"]
     assert auc == pytest.approx({"mean": np.mean(aucs), "std": np.std(aucs, ddof=1)}, abs=1e-6)
-    assert f"auc {auc['mean']:.4f} ± {auc['std']:.4f}" in out
+    assert f"seed 0  2 folds  auc {auc['mean']:.4f} ± {auc['std']:.4f}" in out
 
 
 def test_a_summary_keeps_other_seeds(command, tiny):
@@ -202,6 +202,28 @@ def test_an_unfinished_run_with_other_settings_starts_afresh(command, tiny):
     assert (
         "an unfinished run with model.jitter=0, asked for is model.jitter=0.0001" in out and "is started afresh" in out
     )
+
+
+def test_an_unfinished_run_of_other_entries_starts_afresh(command, tiny):
+    """Its checkpoint is not resumed; where only the place has changed, it is."""
+    arguments = ["fold=0", "checkpoint_seconds=0", "protocol=paper"]
+    run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
+
+    def start(data: Path) -> str:
+        code, out, err = command(*binary(data), *arguments)
+        assert code == 0, err
+        return out
+
+    start(tiny)
+    expected = numbers(run)
+    (run / "metrics.json").unlink()
+    write_folds(tiny, "ones", 5, 1)
+    assert "an unfinished run with other training entries, is started afresh" in start(tiny)
+    assert numbers(run)["metrics"] != expected["metrics"]
+    other = numbers(run)
+    (run / "metrics.json").unlink()
+    assert "afresh" not in start(tiny.rename(tiny.with_name("moved")))
+    assert numbers(run) == other
 
 
 def test_a_folder_without_its_settings_is_not_taken_for_the_run(command, tiny):
@@ -299,6 +321,13 @@ def test_sparse_gradients_with_all_entries_in_each_batch_make_the_same_run(comma
     pd.testing.assert_frame_equal(*runs, rtol=1e-4)
 
 
+def test_a_setting_that_the_model_does_not_have_is_a_warning(command, tiny):
+    code, out, err = command(*counts(tiny), "fold=0", "model=main_effects", "compile=true", "epochs=3")
+    assert code == 0, err
+    assert "compile=true has no effect: model=main_effects has no such setting" in out
+    assert "epochs=3 has no effect" not in out
+
+
 def test_one_block_is_gptf_pg(command, tiny):
     assert command(*binary(tiny), "fold=0", "model.blocks=1")[0] == 0
     assert command(*binary(tiny), "fold=0", "model=gptf_pg")[0] == 0
@@ -363,8 +392,10 @@ MISTAKES = {
     "lr=null": POSITIVE,
     "lr=[]": POSITIVE,
     "lr=[0.1,0]": POSITIVE,
-    "lr=[0.1,0.1]": POSITIVE,
-    "seed=[1,1]": "from 0 to 2^32 - 1",
+    "lr=[0.1,0.1]": "a list of different ones",
+    "seed=[1,1]": "a list of different ones",
+    "dataset.name=../flights": "it must be a name without a /",
+    "dataset.name=..": "it must be a name without a /",
     "replicas=seeds": "it must be null or folds",
     "rho=1.5": "above 0 and at most 1",
     "dtype=float16": "it must be float32 or float64",
@@ -392,7 +423,7 @@ def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, mon
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["model=gptf"], "replicas=folds: runs of model=gptf and dataset=ones are trained one by one"),
+        (["model=gptf"], "replicas=folds is for model=ented and gptf_pg, not gptf"),
         (["logger=wandb"], "replicas=folds goes with logger=csv and one device"),
         (["trainer=ddp"], "replicas=folds goes with logger=csv and one device"),
         (["model.sparse_gradients=true"], "model.sparse_gradients=true goes with one run at a time and one device"),
@@ -473,9 +504,12 @@ def test_killed_and_started_again_ends_with_the_same_numbers(tiny):
     assert numbers(killed) == numbers(run_folder("whole"))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_with_one_line(tiny, signum):
-    settings = ["fold=0", "protocol=paper", "checkpoint_seconds=0", "epochs=100000"]
+@pytest.mark.parametrize(
+    ("signum", "force", "same"),
+    [(signal.SIGINT, "false", "the same command"), (signal.SIGTERM, "true", "the same command without force=true")],
+)
+def test_a_signal_ends_a_run_with_one_line(tiny, signum, force, same):
+    settings = [f"force={force}", "fold=0", "protocol=paper", "checkpoint_seconds=0", "epochs=100000"]
     arguments = [sys.executable, str(TRAIN), *(a for a in binary(tiny) if a != "epochs=3"), *settings]
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -485,7 +519,7 @@ def test_a_signal_ends_a_run_with_one_line(tiny, signum):
     process.send_signal(signum)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
-    assert err == "stopped: the same command goes on where this one was\n"
+    assert err == f"stopped: {same} goes on where this one was\n"
 
 
 def test_the_default_beats_the_naive_predictors(command, tmp_path, monkeypatch):

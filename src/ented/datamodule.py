@@ -5,7 +5,6 @@ from typing import Literal
 import lightning as L
 import numpy as np
 import torch
-from jaxtyping import Int64
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -66,24 +65,6 @@ class EpochBatches(Sampler):
         order = torch.randperm(self.entries, generator=generator(self.seed, self.epoch))
         for rows in order.split(self.sizes):
             yield rows.tensor_split(self.processes)[self.process]
-
-    def lane(self, worker: int, workers: int) -> tuple[int, int, list[int]]:
-        """What one of this process's workers gives: the batches worker, worker + workers, ... of this process.
-
-        Returns
-        -------
-        number of the worker, counted over all processes; how many entries the workers before it give; and how many it
-        gives in each of its batches.
-        """
-        sizes = np.array(self.sizes)
-
-        def parts(number: int) -> Int64[np.ndarray, "_"]:
-            process, worker = divmod(number, workers)
-            # as tensor_split divides
-            return (sizes // self.processes + (process < sizes % self.processes))[worker::workers]
-
-        number = self.process * workers + worker
-        return number, sum(int(parts(n).sum()) for n in range(number)), parts(number).tolist()
 
 
 class COODataModule(L.LightningDataModule):

@@ -177,10 +177,11 @@ class ReplicasModule(L.LightningModule):
     def validation_step(self, batch: ReplicaBatch, _) -> None:
         indices, values, scale = batch
         latent = self.model.predictive(indices)
-        for i, present in enumerate(scale > 0):
-            if present.any():
-                own = replace(latent, f_mean=latent.f_mean[i, present], f_variance=latent.f_variance[i, present])
-                self.metrics[i].update(own, values[i, present])
+        # what fills up stands last; here the host waits for the device
+        for i, present in enumerate((scale > 0).sum(-1).tolist()):
+            if present:
+                own = replace(latent, f_mean=latent.f_mean[i, :present], f_variance=latent.f_variance[i, :present])
+                self.metrics[i].update(own, values[i, :present])
 
     def on_validation_start(self) -> None:
         check_numbers(self.model, self.bound_sum, self.current_epoch)

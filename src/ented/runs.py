@@ -4,7 +4,7 @@ config.yaml      all settings, written first
 train.log        what was done
 holdout/         the fit that chose the number of epochs (protocol=holdout): epochs.csv, last.ckpt, chosen.json;
                  of several learning rates, each has a folder lr=... for the first two
-replicas-.../    last.ckpt of all runs of a command with replicas=folds, in the first of their folders, until it ends
+replicas-.../    last.ckpt of all runs of a command with replicas=folds, in the first of their folders, until it is done
 epochs.csv       metrics of each epoch
 last.ckpt        state after the last epoch, or the state to resume from
 predictions.csv  predictive distribution of every test entry
@@ -33,8 +33,9 @@ log = logging.getLogger("ented")
 # settings that change a run's numbers by no more than rounding
 PLACES = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "compile", "threads", "replicas"}
 PLACES |= {"logger", "trainer", "callbacks"}
-# and those that count only where the model takes them
-IMMATERIAL = PLACES | {"rank", "lr", "rho", "inducing", "missing"}
+# what stands at the top for the models that take it, and counts only there
+OF_SOME_MODELS = {"rank", "lr", "rho", "inducing", "missing", "compile"}
+IMMATERIAL = PLACES | OF_SOME_MODELS | {"data"}
 
 
 class RunFolder:
@@ -50,19 +51,23 @@ class RunFolder:
         self.path = model_folder(config) / f"fold={config['fold']}" / f"seed={config['seed']}"
         self._lines = MemoryHandler(capacity=10**6, flushLevel=logging.CRITICAL)
 
-    def difference(self) -> str | None:
-        """The first setting in which the run that the folder holds differs from this one, None if there is none."""
+    def difference(self, data: str | None = None) -> str | None:
+        """The first setting in which the run that the folder holds differs from this one, None if there is none.
+
+        With a fingerprint of the training entries, also whether these are others.
+        """
         if not self.path.exists():
             return None
         ours = material(self.config)
         try:
-            theirs = material(yaml.safe_load((self.path / "config.yaml").read_text()))
+            config = yaml.safe_load((self.path / "config.yaml").read_text())
+            theirs = material(config)
         except (OSError, yaml.YAMLError, AttributeError):
             return "no readable config.yaml"
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
                 return f"{key}={theirs.get(key)}, asked for is {key}={ours.get(key)}"
-        return None
+        return "other training entries" if data and config.get("data", data) != data else None
 
     @property
     def metrics(self) -> dict | None:
@@ -91,20 +96,22 @@ class RunFolder:
         finally:
             log.removeHandler(self._lines)
 
-    def open(self, force: bool) -> None:
-        """Make the folder, or go on in the one that an earlier start with the same settings left.
+    def open(self, force: bool, data: str) -> None:
+        """Make the folder, or go on in the one that an earlier start with the same settings and data left.
 
         What another start left there is removed, and with `force` everything. Of several processes, the first does it.
+        `data` is a fingerprint of the training entries.
         """
         if not is_first():
             return
-        if self.difference() and not force:
-            log.warning("an unfinished run with %s, is started afresh", self.difference())
-        if self.difference() or force:
+        difference = self.difference(data)
+        if difference and not force:
+            log.warning("an unfinished run with %s, is started afresh", difference)
+        if difference or force:
             shutil.rmtree(self.path, ignore_errors=True)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+            write(self.path / "config.yaml", yaml.safe_dump(self.config | {"data": data}, sort_keys=False))
         except OSError as error:
             raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
         forget_summary(self.config)
@@ -213,7 +220,7 @@ def material(settings: dict) -> dict[str, object]:
     """The settings that decide a run's numbers, by their dotted names."""
     leaves = flat({key: value for key, value in settings.items() if key not in IMMATERIAL})
     # a method's own training settings stand at the top, where they can be overridden
-    places = ("dataset.source.data_dir", "model.training.", "model.compile")
+    places = ("dataset.source.data_dir", "dataset.source.folder", "model.training.", "model.compile")
     return {key: value for key, value in leaves.items() if not key.startswith(places)}
 
 

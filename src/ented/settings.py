@@ -36,11 +36,11 @@ RULES = {
     ),
     "a whole number from 0": (["dataset.source.workers"], lambda value: whole(value) and value >= 0),
     "a whole number from 1, or all": (["batch_size"], lambda value: value == "all" or whole(value) and value >= 1),
-    "a whole number from 0 to 2^32 - 1, or a list of them": (
+    "a whole number from 0 to 2^32 - 1, or a list of different ones": (
         ["seed"],
         lambda value: one_or_several(value, lambda seed: whole(seed) and 0 <= seed < 2**32),
     ),
-    "a number above 0, or a list of them for protocol=holdout": (
+    "a number above 0, or a list of different ones for protocol=holdout": (
         ["lr"],
         lambda value: one_or_several(value, lambda lr: number(lr) and lr > 0),
     ),
@@ -72,6 +72,10 @@ RULES = {
     ),
     "null or folds": (["replicas"], lambda value: value in (None, "folds")),
     "the name of a folder": (["runs_dir"], lambda value: value not in (None, "")),
+    "a name without a /": (
+        ["dataset.name"],
+        lambda value: value not in (None, "", ".", "..") and "/" not in str(value),
+    ),
     "float32 or float64": (["dtype"], lambda value: value in ("float32", "float64")),
     "auto or ddp": (["trainer.strategy"], lambda value: value in ("auto", "ddp")),
     "auto, cpu, or cuda where there is a device": (

@@ -5,6 +5,7 @@ is at most `BLOCK` rows of an npy file, or a row group of a Parquet file: what h
 returns its entries.
 """
 
+import hashlib
 import signal
 from abc import ABC, abstractmethod
 from collections import deque
@@ -33,6 +34,8 @@ Batch = tuple[Int64[Tensor, "S D"], Float[Tensor, "S"]]
 
 class FileBlock(ABC):
     """Consecutive rows of a file. Its text says where they stand."""
+
+    file: Path
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -99,9 +102,12 @@ def blocks(file: Path) -> list[FileBlock]:
             return [NpyBlock(file, start, min(start + BLOCK, rows)) for start in range(0, rows, BLOCK)]
         with pq.ParquetFile(file) as parquet:
             schema, metadata = parquet.schema_arrow, parquet.metadata
-    except Exception as error:  # numpy and pyarrow raise many kinds of it
-        raise InputError(f"{file} is not a {file.suffix[1:]} file ({' '.join(str(error).split())})") from None
+    except Exception:  # numpy and pyarrow raise many kinds of it, and say of most files that they are pickles
+        kind = {".npy": "an npy file with an array of rows", ".parquet": "a Parquet file"}[file.suffix]
+        raise InputError(f"{file} is not {kind}, or it is damaged: write it again") from None
     for column in schema:
+        if column.name.startswith("__index_level_"):
+            raise InputError(f"{file}: {column.name} is the index of a pandas table: write it with index=False")
         if not any(holds(column.type) for holds in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)):
             raise InputError(f"{file}: column {column.name} holds {column.type}; give numbers")
     return [ParquetBlock(file, metadata, group) for group in range(metadata.num_row_groups)]
@@ -144,9 +150,16 @@ class Shards:
 
         Raises
         ------
-        InputError : there is no shard or no entry, or see `blocks`.
+        InputError : there is no such folder, or in it no entry, shards of both kinds or in folders; or see `blocks`.
         """
-        files = sorted(file for file in folder.glob("[!.]*") if file.suffix in (".npy", ".parquet"))
+        if not folder.is_dir():
+            raise InputError(f"{folder} is not a folder: put *.parquet or *.npy files there, a row for each entry")
+        suffixes = ".npy", ".parquet"
+        files = sorted(file for file in folder.glob("[!.]*") if file.suffix in suffixes)
+        if len({file.suffix for file in files}) > 1:
+            raise InputError(f"{folder} has npy and Parquet files: keep one kind, both would be read")
+        if below := [file for file in folder.glob("[!.]*/*") if file.suffix in suffixes]:
+            raise InputError(f"{below[0].parent} has files that would not be read: put them into {folder} itself")
         shards = cls(chain.from_iterable(map(blocks, files)), shape)
         if not shards.entries:
             raise InputError(f"{folder} has no entries: put *.parquet or *.npy files there, a row for each entry")
@@ -169,6 +182,11 @@ class Shards:
                 rows = slice(max(start - begin, 0), stop - begin)
                 indices, values = block.read(self.shape)
                 yield indices[rows], values[rows]
+
+    def fingerprint(self) -> str:
+        """Text that files of other names or sizes do not have; what stands in them is not looked at."""
+        files = [(block.file.name, block.file.stat().st_size, len(block)) for block in self.blocks]
+        return hashlib.sha256(repr([self.shape, files]).encode()).hexdigest()[:16]
 
     def row_counts(self) -> Int64[Tensor, "I"]:
         """See `COOTensor.row_counts`; a pass over all entries."""
@@ -218,11 +236,24 @@ class Lane(IterableDataset):
     def __init__(self, shards: Shards, batches: EpochBatches, dtype: torch.dtype):
         self.shards, self.batches, self.dtype = shards, batches, dtype
 
+    def sizes(self, number: int, workers: int) -> Int64[np.ndarray, "_"]:
+        """Of the batches that a worker gives, where workers are counted over all processes.
+
+        Of the epoch's batches, worker i of a process has i, i + workers, ...; all processes share each of them.
+        """
+        process, worker = divmod(number, workers)
+        sizes, processes = np.array(self.batches.sizes), self.batches.processes
+        return (sizes // processes + (process < sizes % processes))[worker::workers]  # as tensor_split divides
+
     def __iter__(self) -> Iterator[Batch]:
-        worker = get_worker_info()
-        pin = torch.cuda.is_available() and not worker  # so that the copy to the device does not wait
-        number, start, sizes = self.batches.lane(*((worker.id, worker.num_workers) if worker else (0, 1)))
-        stop, enough, sizes = start + sum(sizes), max([BUFFER, *sizes[:1]]), deque(sizes)  # the first is the largest
+        info = get_worker_info()
+        pin = torch.cuda.is_available() and not info  # so that the copy to the device does not wait
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        number = self.batches.process * workers + worker
+        start = sum(int(self.sizes(before, workers).sum()) for before in range(number))
+        sizes = self.sizes(number, workers)
+        stop, enough = start + int(sizes.sum()), max(BUFFER, sizes.max(initial=0))
+        sizes = deque(sizes.tolist())
         seeds = self.batches.seed, self.batches.epoch
         order = torch.randperm(len(self.shards.blocks), generator=generator(*seeds)).tolist()
         random = generator(*seeds, 1, number)
@@ -306,14 +337,22 @@ class StreamDataModule(COODataModule):
     InputError : as `COODataModule`, and for the batch_size "all".
     """
 
-    def __init__(self, train: Shards, test: COOTensor, batch_size: int, *settings, workers: int = 0):
+    def __init__(
+        self,
+        train: Shards,
+        test: COOTensor,
+        batch_size: int,
+        seed: int,
+        held_out: float = 0.0,
+        dtype: torch.dtype = torch.float64,
+        workers: int = 0,
+    ):
         if batch_size == "all":
             raise InputError(
-                "batch_size=all: entries that are streamed never are in memory all together; "
-                "give a number, and a model= that takes minibatches: ented, gptf_pg, gptf, costco or sbtr"
+                "batch_size=all: entries that stay in files never are in memory all together; give a number"
             )
         self.workers = workers
-        super().__init__(train, test, batch_size, *settings)
+        super().__init__(train, test, batch_size, seed, held_out, dtype)
 
     def split(self, size: int) -> None:
         self.train, self.validation = self.train.split(size, self.seed)

@@ -1,5 +1,6 @@
 """Sparse tensors in coordinate form, and the one place where a user's data are validated."""
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +96,13 @@ class COOTensor:
     def largest(self) -> float:
         """Largest value."""
         return self.values.max().item()
+
+    def fingerprint(self) -> str:
+        """Text that other entries, or the same in another order, do not have."""
+        content = hashlib.sha256(repr(self.shape).encode())
+        for array in self.indices, self.values:
+            content.update(array.contiguous().numpy())
+        return content.hexdigest()[:16]
 
     def sample(self) -> "COOTensor":
         """As many entries as fit in memory: all."""

@@ -41,6 +41,8 @@ class Dataset(ABC):
         InputError
             If they do not fit together.
         """
+        if not all(type(size) is int and size >= 1 for size in shape):
+            raise InputError(f"{name}: the sizes of the modes are {list(shape)}; give whole numbers from 1")
         if len(modes) != len(shape):
             raise InputError(f"{name}: {len(modes)} modes for {len(shape)} sizes; name each mode once")
         if len({*modes, "value"}) <= len(modes):

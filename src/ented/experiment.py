@@ -1,0 +1,290 @@
+"""The runs of a command: what each needs, its search and fit, by itself or as a replica, and what it leaves."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, ListConfig
+
+from ented.datamodule import COODataModule
+from ented.datasets import Dataset
+from ented.distributed import from_first, is_distributed, is_first, processes, processes_of_node, wait_for_all
+from ented.lightning import ENTEDModule, GaussianProcessModule, SummedStrategy
+from ented.likelihoods import PolyaGamma
+from ented.recorder import History, Recorder, best_epoch, held_out_score
+from ented.replicas import ReplicaData, ReplicasModule
+from ented.runs import RunFolder, finite, read_json, write
+from ented.shards import Shards
+from ented.tensor import InputError
+
+log = logging.getLogger("ented")
+
+
+class Fit(NamedTuple):
+    """What a trainer needs."""
+
+    module: L.LightningModule
+    data: COODataModule
+    history: History
+
+
+class Run:
+    """One fold and one seed: the data, the module, and the folder with the results.
+
+    Parameters
+    ----------
+    cfg : all settings.
+    config : the same, resolved, with the run's own fold and seed.
+    dataset : where the data come from.
+    command : the command line that makes this run.
+    """
+
+    def __init__(self, cfg: DictConfig, config: dict, dataset: Dataset, command: str):
+        self.cfg, self.config, self.dataset, self.command = cfg, config, dataset, command
+        self.folder = RunFolder(config)
+        self.holdout = self.folder.path / "holdout"
+        self.rates: list[float] = list(cfg.lr) if several(cfg.lr) else [cfg.lr]
+        self.result: dict | None = None  # what metrics.json holds
+
+    def look(self) -> None:
+        """Take the result of an earlier start, where there is one."""
+        self.result = from_first(lambda: self.folder.metrics)
+        if self.result:
+            log.info("%s is finished", self.folder.path)
+
+    def load(self) -> None:
+        """Read the data, and see whether all fits together, before anything is written."""
+        cfg, dataset, fold = self.cfg, self.dataset, self.config["fold"]
+        self.train, self.test = dataset.load(fold)
+        self.likelihood: PolyaGamma = instantiate(cfg.likelihood)
+        self.likelihood.check(torch.tensor([self.train.largest, self.test.largest]))
+        sizes = len(self.train), len(self.test)
+        log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, *sizes)
+        if (dataset.kind, self.likelihood.kind) == ("binary", "count"):
+            raise InputError(
+                f"dataset={cfg.dataset.name} is binary: use likelihood=bernoulli, or set its kind to count"
+            )
+        module, streamed = self.module(self.rates[0]), isinstance(self.train, Shards)
+        if module.all_entries and streamed:
+            raise InputError(
+                f"model={cfg.model.name} needs all entries at once, and those of dataset={cfg.dataset.name} stay in "
+                "their files: choose model=ented, gptf_pg, gptf, costco or sbtr"
+            )
+        if cfg.replicas and streamed:
+            raise InputError(f"replicas={cfg.replicas}: the entries of replicas are in memory, unlike dataset=stream")
+        if cfg.replicas and not isinstance(module, ENTEDModule):
+            raise InputError(f"replicas={cfg.replicas} is for model=ented and gptf_pg, not {cfg.model.name}")
+        if is_distributed() and not isinstance(module, GaussianProcessModule):
+            raise InputError(f"trainer=ddp is for model=ented, gptf_pg and gptf, not {cfg.model.name}")
+        part = self.data(cfg.protocol.held_out)
+        if processes() > min(len(self.test), len(part.validation or self.test)):
+            raise InputError(f"{processes()} processes are more than the entries to evaluate: start fewer")
+        if module.all_entries and cfg.batch_size != "all":
+            raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
+
+    def data(self, held_out: float) -> COODataModule:
+        seed, dtype = self.config["seed"], getattr(torch, self.cfg.dtype)
+        return self.dataset.data_module(self.train, self.test, self.cfg.batch_size, seed, held_out, dtype)
+
+    def module(self, lr: float) -> L.LightningModule:
+        L.seed_everything(self.config["seed"], verbose=False)
+        settings = {key: value for key, value in self.cfg.model.items() if key not in ("name", "training")}
+        settings |= {"lr": lr} if "lr" in settings else {}
+        with parameters_in(getattr(torch, self.cfg.dtype)):
+            return instantiate(settings, shape=self.dataset.shape, likelihood=self.likelihood)
+
+    def searches(self) -> list[Fit]:
+        """The fits to a part of the training entries, one for each learning rate, by which `choose` chooses."""
+        protocol, fits = self.cfg.protocol, []
+        for lr in self.rates:
+            folder = self.holdout / (f"lr={lr}" if len(self.rates) > 1 else "")
+            history = History(None if self.result else folder, self.cfg.epochs, protocol.patience)
+            fits.append(Fit(self.module(lr), self.data(protocol.held_out), history))
+        return fits
+
+    def choose(self, searches: list[Fit]) -> None:
+        """Write down the number of epochs with the lowest score on the held-out entries, and the learning rate.
+
+        The score is the NLL, and the RMSE of a method that has no NLL.
+        """
+        name = held_out_score(searches[0].history.rows)
+        epochs = [best_epoch(fit.history.rows, self.cfg.protocol.patience) for fit in searches]
+        scores = [fit.history.rows[best - 1][name] for fit, best in zip(searches, epochs, strict=True)]
+        # a nan is larger than every number
+        i = min(range(len(scores)), key=lambda i: (math.isnan(scores[i]), scores[i]))
+        choice = {"lr": self.rates[i]} if len(self.rates) > 1 else {}
+        write(self.holdout / "chosen.json", json.dumps(choice | {"epochs": epochs[i], name: finite(scores[i])}) + "\n")
+        if not math.isfinite(scores[i]):
+            log.warning("%s, on held-out training entries, is not a finite number after any epoch", name)
+        if epochs[i] == self.cfg.epochs:
+            log.warning("%s, on held-out training entries, was still falling after epochs=%d", name, epochs[i])
+
+    def choice(self) -> dict | None:
+        """What was chosen by the held-out entries, None if nothing was yet."""
+        chosen = self.holdout / "chosen.json"
+        return from_first(lambda: read_json(chosen) if chosen.exists() else None)
+
+    def last(self) -> Fit:
+        """The fit to all training entries."""
+        choice = {}
+        if self.cfg.protocol.held_out:
+            choice = self.choice()
+            log.info("the fit of lowest score on held-out training entries: %s", choice)
+        module = self.module(choice.get("lr", self.rates[0]))
+        folder = None if self.result else self.folder.path
+        return Fit(module, self.data(0), History(folder, choice.get("epochs", self.cfg.epochs)))
+
+    def finish(self, fit: Fit, trainer: L.Trainer) -> None:
+        """Test what was fitted, and write the results."""
+        epochs, seconds = len(fit.history.rows), fit.history.seconds  # fewer epochs where the method has converged
+        steps = epochs * len(fit.data.train_dataloader()) if trainer.optimizers else 0
+        (tested,) = trainer.test(fit.module, fit.data, verbose=False)
+        if self.cfg.replicas:
+            partial = self.folder.path / "last.ckpt.partial"
+            trainer.save_checkpoint(partial, weights_only=True)
+            os.replace(partial, self.folder.path / "last.ckpt")
+        metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
+        self.folder.write_predictions(self.dataset.modes, self.test, trainer.predict(fit.module, fit.data))
+        self.result = self.folder.finish(metrics, epochs, steps, seconds, self.command)
+        numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        about = title(self.cfg), self.config["fold"], numbers, epochs, seconds, self.folder.path
+        log.info("%s  fold %d  %s  %d epochs  %.1f s  %s", *about)
+
+
+def complete(cfg: DictConfig, runs: list[Run]) -> list[Run]:
+    """Do what is missing of the runs, and return those; as replicas they are trained with those that are finished."""
+    missing = [run for run in runs if not run.result]
+    for run in runs:
+        with run.folder.logging():
+            run.load()
+    for run in missing:
+        with run.folder.logging():
+            run.folder.open(cfg.force, run.train.fingerprint())
+    wait_for_all()  # until the first process has cleared away what another start left
+    folder = replicas_folder(runs) if cfg.replicas else runs[0].folder.path
+    if cfg.protocol.held_out and not all([run.choice() for run in runs]):
+        searches = [run.searches() for run in runs]
+        fits = [fit for of_run in searches for fit in of_run]
+        for group in [fits] if cfg.replicas else [[fit] for fit in fits]:
+            train_fits(cfg, missing, group, folder / "holdout" if cfg.replicas else group[0].history.folder)
+        for run, of_run in zip(runs, searches, strict=True):
+            if not run.result:
+                with run.folder.logging():
+                    run.choose(of_run)
+    fits = []
+    for run in runs:
+        with run.folder.logging():
+            fits.append(run.last())
+    with tracker(cfg, runs[0]) as logger:
+        trainer = train_fits(cfg, missing, fits, folder, logger)
+        for run, fit in zip(runs, fits, strict=True):
+            if not run.result:
+                with run.folder.logging():
+                    run.finish(fit, trainer)
+    return missing
+
+
+def train_fits(cfg: DictConfig, runs: list[Run], fits: list[Fit], folder: Path, logger=False) -> L.Trainer:
+    """Train until the histories end, from the folder's checkpoint where there is one; into the logs of the runs."""
+    modules, datas, histories = map(list, zip(*fits, strict=True))
+    if cfg.replicas:
+        data = ReplicaData(datas, histories)
+        module = ReplicasModule(modules, data, cfg.compile)
+    else:
+        (module,), (data,) = modules, datas
+    recorder = Recorder(histories, folder, cfg.checkpoint_seconds)
+    trainer = L.Trainer(
+        accelerator=accelerator(cfg),
+        strategy=SummedStrategy() if is_distributed() else "auto",
+        devices=processes_of_node(),
+        num_nodes=processes() // processes_of_node(),
+        max_epochs=max(history.epochs for history in histories),
+        logger=logger,
+        callbacks=[*filter(None, instantiate(cfg.callbacks).values()), recorder],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        log_every_n_steps=10**9,  # everything is logged by epoch
+    )
+    L.seed_everything(datas[0].seed, verbose=False)  # the same draws, whatever ran before in this process
+    with ExitStack() as logs:
+        for run in runs:
+            logs.enter_context(run.folder.logging())
+        trainer.fit(module, data, ckpt_path=from_first(lambda: usable(recorder.checkpoint)))
+    if cfg.replicas:
+        module.unstack()
+    return trainer
+
+
+def replicas_folder(runs: list[Run]) -> Path:
+    """Where the state of just these replicas is kept, while they are trained."""
+    cells = [(run.config["fold"], run.config["seed"]) for run in runs]
+    return runs[0].folder.path / f"replicas-{hashlib.sha256(repr(cells).encode()).hexdigest()[:8]}"
+
+
+def accelerator(cfg: DictConfig) -> str:
+    """Not Lightning's own choice, which takes Apple's GPU too; that has no float64."""
+    if cfg.trainer.accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return cfg.trainer.accelerator
+
+
+@contextmanager
+def parameters_in(dtype: torch.dtype):
+    """Make new parameters of a dtype. Metrics keep the double precision that they ask for."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def usable(checkpoint: Path) -> Path | None:
+    """The checkpoint, None where there is none or it is damaged."""
+    if not checkpoint.exists():
+        return None
+    try:
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch, zipfile and pickle raise many kinds
+        log.warning("%s cannot be read, training starts anew (%s)", checkpoint, " ".join(str(error).split()))
+        return None
+    return checkpoint if "optimizer_states" in state else None  # what replicas leave cannot be resumed from
+
+
+@contextmanager
+def tracker(cfg: DictConfig, run: Run):
+    """The experiment tracker that the config asks for, False for none; closed at the end, also after an error."""
+    if not cfg.logger or not is_first():
+        yield False
+        return
+    import wandb
+
+    has_key = wandb.login(prompt=False)
+    mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    name = run.folder.path.relative_to(str(cfg.runs_dir)).as_posix()
+    logger = instantiate(cfg.logger, save_dir=run.folder.path, name=name, mode=mode)
+    logger.log_hyperparams(run.config)
+    try:
+        yield logger
+    finally:
+        wandb.finish()
+
+
+def several(setting) -> bool:
+    """Whether a setting is a list of values."""
+    return isinstance(setting, ListConfig)
+
+
+def title(cfg: DictConfig) -> str:
+    rank = f"  rank {cfg.model.rank}" if "rank" in cfg.model else ""
+    return f"{cfg.dataset.name}  {cfg.model.name}{rank}"

@@ -75,9 +75,15 @@ def train(cfg: DictConfig) -> None:
     seeds = cfg.seed if several(cfg.seed) else [cfg.seed]
     cells = [config | {"fold": fold, "seed": seed} for seed in seeds for fold in folds]
     runs = [Run(cfg, cell, dataset, command(cell)) for cell in cells]
-    if not cfg.force:
+    for run in runs:
+        if not cfg.force:
+            run.take_result()
+            continue
+        with run.folder.logging():
+            run.load()
+    if cfg.force and is_first():  # nothing is lost where the data of a run are not right
         for run in runs:
-            run.look()
+            run.folder.clear()
     for group in [runs] if cfg.replicas else [[run] for run in runs]:
         if not all(run.result for run in group):
             for run in complete(cfg, group):
@@ -120,14 +126,13 @@ def join(cfg: DictConfig) -> None:
 
 
 def compare(run: Run) -> None:
-    """Log the run's metrics beside those of an additive model, before and after its fit; this is left out for LARGE.
-
-    Every process does it, because computing a metric takes all of them.
-    """
+    """Log the run's metrics beside those of an additive model, before and after its fit; this is left out for LARGE."""
+    if not is_first():
+        return
     train, test, likelihood = run.train, run.test, run.likelihood
 
     def evaluate(predictive: Predictive) -> dict[str, float]:
-        naive = CompletionMetrics(likelihood.kind)
+        naive = CompletionMetrics(likelihood.kind, sync_on_compute=False)
         naive.update(predictive, test.values)
         return {name: value.item() for name, value in naive.compute().items()}
 
@@ -148,7 +153,10 @@ def summarise(cfg: DictConfig, runs: list[Run]) -> None:
     """Write, and of several folds log, what the runs of a seed have in common."""
     summary = write_summary(runs[0].config, [run.result for run in runs])
     if len(runs) > 1:
-        metrics = "  ".join(f"{name} {m['mean']:.4f} ± {m['std']:.4f}" for name, m in summary.items())
+        metrics = "  ".join(
+            f"{name} –" if of_folds["mean"] is None else f"{name} {of_folds['mean']:.4f} ± {of_folds['std']:.4f}"
+            for name, of_folds in summary.items()
+        )
         log.info("%s  seed %d  %d folds  %s", title(cfg), runs[0].config["seed"], len(runs), metrics)
 
 
@@ -183,6 +191,8 @@ def one_line(error: BaseException) -> str:
 
 def stop(signum: int, _) -> None:
     """End at once and say so: a run can be killed at any moment."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        sys.exit(128 + signum)
     same = "the same command without force=true" if "force=true" in sys.argv else "the same command"
     print(f"stopped: {same} goes on where this one was", file=sys.stderr)
     sys.exit(128 + signum)

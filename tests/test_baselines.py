@@ -14,6 +14,7 @@ from test_train import Command, binary, command, counts, finished, tiny  # noqa:
 
 MODELS = sorted(file.stem for file in (Path(__file__).parent.parent / "conf/model").glob("*.yaml"))
 ONLY = {"binary": {"bcp", "sbtr"}, "count": {"ncpd", "bpcp", "vbgcp", "mdtf"}}
+SWEEPS = {"main_effects", "gcp", "bcp", "ncpd", "bpcp", "vbgcp"}  # no optimiser, and so no step
 POINT = {("costco", "count"), ("mdtf", "count")}  # no distribution
 PAIRS = [
     (model, kind)
@@ -57,6 +58,7 @@ def test_a_run_of_each_protocol(command, tiny, model, kind):  # noqa: F811
         assert list(result["metrics"]) == names
         assert all(value is not None for value in result["metrics"].values())
         assert 1 <= result["epochs"] <= 3
+        assert result["steps"] == (0 if model in SWEEPS else result["epochs"])  # 90 entries are one batch
         assert result["rank"] == (None if model == "main_effects" else 2)
         zeros = protocol == "paper" and kind == "count" and model in ("gcp", "ncpd", "bpcp")
         assert result["missing"] == ("zeros" if zeros else "masked")
@@ -186,7 +188,7 @@ def test_main_effects_are_fitted_once_for_all_ranks(command, tiny):  # noqa: F81
     code, out, _ = command("-m", *[a for a in binary(tiny) if "rank" not in a], "model=main_effects", "rank=2,3")
     assert code == 0
     assert len(finished(tiny.parent / "runs")) == 2  # folds
-    summary = tiny.parent / "runs/ones/main_effects/summary.json"
+    summary = tiny.parent / "runs/ones/main_effects/summary-seed=0.json"
     assert json.loads(summary.read_text())["rank"] is None
 
 

@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -117,6 +118,23 @@ def test_the_tables_are_those_of_the_results(benchmark):
             ROOT / f"results/{'speed' if name == 'step' else name}.csv", import_module(name).KEY, []
         )
         assert table.wide(column, value) in speed
+
+
+@pytest.mark.parametrize("form", ["npy", "parquet"])
+def test_the_epochs_of_files_are_checked(tmp_path, form):
+    stream = runpy.run_path(str(ROOT / "benchmarks/stream.py"))
+    stream["write"](tmp_path / "test", 0, 1000, form)
+    stream["write"](tmp_path / "train", 1000, 3000, form)
+    first, again, other = (stream["fingerprint"](tmp_path, 64, seed, 0) for seed in (0, 0, 1))
+    assert first["each_once"] and first == again and first["order"] != other["order"]
+    assert stream["measure_stream"](tmp_path, 64, 0).keys() == {"per_second", "load_seconds", "peak_mb"}
+    assert stream["measure_memory"](2000, 64)["memory_per_second"] > 0
+    if form == "npy":
+        (file,) = (tmp_path / "train").iterdir()
+        rows = np.load(file)
+        rows[7] = rows[8]
+        np.save(file, rows)
+        assert not stream["fingerprint"](tmp_path, 64, 0, 0)["each_once"]
 
 
 def test_a_device_is_needed(benchmark, monkeypatch):

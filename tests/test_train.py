@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import pandas as pd
 import pytest
@@ -147,17 +148,19 @@ def test_all_folds_of_a_binary_tensor_and_their_summary(command, tiny):
         assert metrics["auc"] == pytest.approx(aucs[-1], abs=1e-6)
         likelihood = np.where(table.value == 1, table["mean"], 1 - table["mean"])
         assert metrics["nll"] == pytest.approx(-np.log(likelihood).mean(), rel=1e-4)
-    summary = json.loads((tiny.parent / "runs/ones/ented/rank=2/summary.json").read_text())
-    auc = summary["seeds"]["0"]["metrics"]["auc"]
+    summary = json.loads((tiny.parent / "runs/ones/ented/rank=2/summary-seed=0.json").read_text())
+    auc = summary["metrics"]["auc"]
     assert auc == pytest.approx({"mean": np.mean(aucs), "std": np.std(aucs, ddof=1)}, abs=1e-6)
     assert f"seed 0  2 folds  auc {auc['mean']:.4f} ± {auc['std']:.4f}" in out
 
 
 def test_a_summary_keeps_other_seeds(command, tiny):
-    for seed in (0, 1):
-        assert command(*binary(tiny), f"seed={seed}")[0] == 0
-    summary = json.loads((tiny.parent / "runs/ones/ented/rank=2/summary.json").read_text())
-    assert summary["seeds"].keys() == {"0", "1"}
+    folder = tiny.parent / "runs/ones/ented/rank=2"
+    assert command(*binary(tiny))[0] == 0
+    first = (folder / "summary-seed=0.json").read_bytes()
+    assert command(*binary(tiny), "seed=1")[0] == 0
+    assert (folder / "summary-seed=0.json").read_bytes() == first
+    assert json.loads((folder / "summary-seed=1.json").read_text())["seed"] == 1
 
 
 def test_a_grid_started_again_does_only_what_is_missing(command, tiny):
@@ -189,6 +192,53 @@ def test_other_settings_are_not_taken_for_a_finished_run(command, tiny):
     assert command(*arguments, "lr=0.5", "force=true")[0] == 0
     assert numbers(run) != before
     assert yaml.safe_load((run / "config.yaml").read_text())["lr"] == 0.5
+
+
+class Interrupt(L.Callback):
+    """Fails in the third epoch, as if the machine did."""
+
+    def on_train_epoch_start(self, trainer, pl_module) -> None:
+        if trainer.current_epoch == 2:
+            raise OSError("interrupted")
+
+
+INTERRUPT = "+callbacks.interrupt._target_=test_train.Interrupt"
+
+
+def test_replicas_of_which_one_has_other_entries_start_afresh(command, tiny):
+    settings = [*binary(tiny), "replicas=folds", "protocol.held_out=0", "checkpoint_seconds=0"]
+    with pytest.raises(OSError, match="interrupted"):
+        command(*settings, INTERRUPT)
+    (state,) = tiny.parent.rglob("replicas-*/*/last.ckpt")
+    first = (tiny / "ones/fold-0.npz").read_bytes()
+    write_folds(tiny, "ones", 5, 1)
+    (tiny / "ones/fold-0.npz").write_bytes(first)
+    for folder in "runs", "anew":
+        code, _, err = command(*settings, f"runs_dir={folder}")
+        assert code == 0, err
+    assert not state.exists()
+    for run, anew in zip(*(sorted((tiny.parent / folder).rglob("fold=*")) for folder in ("runs", "anew")), strict=True):
+        assert numbers(run / "seed=0") == numbers(anew / "seed=0")
+
+
+def test_force_removes_all_runs_first_so_that_others_are_never_taken_for_new_ones(command, tiny):
+    assert command(*binary(tiny))[0] == 0
+    old = finished(tiny.parent)
+    with pytest.raises(OSError, match="interrupted"):
+        command(*binary(tiny), "lr=0.5", "force=true", INTERRUPT)
+    assert not finished(tiny.parent)
+    code, out, err = command(*binary(tiny), "lr=0.5")
+    assert code == 0, err
+    assert finished(tiny.parent).keys() == old.keys() and "afresh" not in out
+
+
+def test_a_fold_with_mistakes_lets_force_remove_nothing(command, tiny):
+    assert command(*binary(tiny))[0] == 0
+    old = finished(tiny.parent)
+    (tiny / "ones/fold-1.npz").write_bytes(b"damaged")
+    code, _, err = command(*binary(tiny), "force=true")
+    assert code == 1 and "fold-1.npz is not an npz file" in err
+    assert finished(tiny.parent) == old
 
 
 def test_an_unfinished_run_with_other_settings_starts_afresh(command, tiny):
@@ -255,19 +305,21 @@ def test_damaged_files_of_a_run(command, tiny):
 
 def test_a_changed_fold_takes_its_summary_away(command, tiny):
     assert command(*binary(tiny))[0] == 0
+    assert list(tiny.parent.rglob("summary-*"))
     assert command(*binary(tiny), "fold=0", "batch_size=20", "force=true")[0] == 0
-    summary = json.loads((tiny.parent / "runs/ones/ented/rank=2/summary.json").read_text())
-    assert summary["seeds"] == {}
+    assert not list(tiny.parent.rglob("summary-*"))
 
 
-def test_a_metric_that_is_not_defined_is_null(command, tiny):
+def test_a_metric_that_is_not_defined_in_a_fold_is_null(command, tiny):
     rows = np.load(tiny / "ones/fold-0.npz")
     test = rows["test"][rows["test"][:, 3] == 1]
     np.savez(tiny / "ones/fold-0.npz", train=rows["train"], test=test)
-    code, out, err = command(*binary(tiny), "fold=0")
-    assert code == 0 and "Warn" not in err
+    code, out, err = command(*binary(tiny))
+    assert code == 0 and "Warn" not in err and "2 folds  auc –  nll 0." in out
     metrics = numbers(tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0")["metrics"]
     assert metrics["auc"] is None and metrics["nll"] > 0
+    summary = json.loads((tiny.parent / "runs/ones/ented/rank=2/summary-seed=0.json").read_text())["metrics"]
+    assert summary["auc"] == {"mean": None, "std": None} and summary["nll"]["mean"] > 0
 
 
 def test_settings_that_change_no_number_do_not_matter(command, tiny):
@@ -396,6 +448,7 @@ MISTAKES = {
     "seed=[1,1]": "a list of different ones",
     "dataset.name=../flights": "it must be a name without a /",
     "dataset.name=..": "it must be a name without a /",
+    "dataset=ems dataset.source.modes=[mean,b]": "none that of a column of predictions.csv",
     "replicas=seeds": "it must be null or folds",
     "rho=1.5": "above 0 and at most 1",
     "dtype=float16": "it must be float32 or float64",
@@ -413,7 +466,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, monkeypatch, mistake):
     monkeypatch.chdir(tmp_path)
-    code, _, err = command(mistake)
+    code, _, err = command(*mistake.split())
     assert code == 1
     assert err.startswith("error: ") and err.count("\n") == 1, err
     assert MISTAKES[mistake] in err
@@ -537,7 +590,7 @@ def test_the_default_beats_the_naive_predictors(command, tmp_path, monkeypatch):
 def test_enron_under_the_published_protocol(command, tmp_path, monkeypatch, data_dir):
     monkeypatch.chdir(tmp_path)
     assert command("dataset=enron", "rank=3", "protocol=paper", f"data_dir={data_dir}")[0] == 0
-    metrics = json.loads((tmp_path / "runs/enron/ented/rank=3/summary.json").read_text())["seeds"]["0"]["metrics"]
+    metrics = json.loads((tmp_path / "runs/enron/ented/rank=3/summary-seed=0.json").read_text())["metrics"]
     # the paper has 0.926 and 0.381
     assert metrics["auc"]["mean"] >= 0.94
     assert metrics["nll_plugin"]["mean"] <= 0.32
@@ -550,7 +603,7 @@ def test_the_grid_of_two_datasets_and_three_ranks(command, tmp_path, monkeypatch
     assert code == 0, err
     first = finished(tmp_path)
     assert len(first) == 2 * 3 * 5
-    assert len(list(tmp_path.rglob("summary.json"))) == 2 * 3
+    assert len(list(tmp_path.rglob("summary-seed=0.json"))) == 2 * 3
     subprocess.run(["rm", "-r", tmp_path / "runs/digg/ented/rank=5/fold=2"], check=True)
     assert command(*grid)[0] == 0
     second = finished(tmp_path)

@@ -14,7 +14,7 @@ BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
 class PartialAdam(torch.optim.Optimizer):
-    """Adam whose state counts steps for each part. Its steps take no closure: what they need has been computed.
+    """Adam whose state counts steps for each part. The closure that Lightning hands to a step is not called.
 
     Parameters
     ----------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor, InputError, TrainingEntries
 
 EVALUATION_BATCH = 8192  # entries at once where no gradient is kept
 
@@ -85,7 +85,7 @@ class COODataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train: COOTensor,
+        train: TrainingEntries,
         test: COOTensor,
         batch_size: int | Literal["all"],
         seed: int,

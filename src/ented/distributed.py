@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ented.tensor import InputError
+
 
 def started_by_torchrun() -> bool:
     return "LOCAL_WORLD_SIZE" in os.environ
@@ -38,19 +40,24 @@ def processes_of_node() -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"]) if is_distributed() else 1
 
 
-def wait_for_all() -> None:
-    """Go on when every process has come here."""
-    if is_distributed():
-        dist.barrier()
+def from_first(do):
+    """What the first process finds or makes, or the InputError that it raises, in every process.
 
-
-def from_first(look):
-    """What the first process finds, in every process: nodes may see a file of a shared folder at different times."""
+    Nodes may see a file of a shared folder at different times.
+    """
     if not is_distributed():
-        return look()
-    values = [look() if is_first() else None]
-    dist.broadcast_object_list(values)
-    return values[0]
+        return do()
+    found = [None, None]
+    if is_first():
+        try:
+            found[0] = do()
+        except InputError as error:
+            found[1] = error
+    dist.broadcast_object_list(found)
+    value, error = found
+    if error:
+        raise error
+    return value
 
 
 def all_reduce(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -16,14 +16,14 @@ from omegaconf import DictConfig, ListConfig
 
 from ented.datamodule import COODataModule
 from ented.datasets import Dataset
-from ented.distributed import from_first, is_distributed, is_first, processes, processes_of_node, wait_for_all
-from ented.lightning import ENTEDModule, GaussianProcessModule, SummedStrategy
+from ented.distributed import from_first, is_distributed, is_first, processes, processes_of_node
+from ented.lightning import ENTEDModule, GaussianProcessModule, SummedStrategy, SweepModule
 from ented.likelihoods import PolyaGamma
 from ented.recorder import History, Recorder, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule
 from ented.runs import RunFolder, finite, read_json, write
 from ented.shards import Shards
-from ented.tensor import InputError
+from ented.tensor import InputError, TrainingEntries
 
 log = logging.getLogger("ented")
 
@@ -52,16 +52,20 @@ class Run:
         self.folder = RunFolder(config)
         self.holdout = self.folder.path / "holdout"
         self.rates: list[float] = list(cfg.lr) if several(cfg.lr) else [cfg.lr]
+        self.train: TrainingEntries | None = None
         self.result: dict | None = None  # what metrics.json holds
+        self.choice: dict | None = None  # what was chosen by the held-out entries, as in holdout/chosen.json
 
-    def look(self) -> None:
+    def take_result(self) -> None:
         """Take the result of an earlier start, where there is one."""
         self.result = from_first(lambda: self.folder.metrics)
         if self.result:
             log.info("%s is finished", self.folder.path)
 
     def load(self) -> None:
-        """Read the data, and see whether all fits together, before anything is written."""
+        """Read the data, once, and see whether all fits together, before anything is written."""
+        if self.train:
+            return
         cfg, dataset, fold = self.cfg, self.dataset, self.config["fold"]
         self.train, self.test = dataset.load(fold)
         self.likelihood: PolyaGamma = instantiate(cfg.likelihood)
@@ -91,10 +95,12 @@ class Run:
             raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
 
     def data(self, held_out: float) -> COODataModule:
+        """The entries, of which a share is held out from training."""
         seed, dtype = self.config["seed"], getattr(torch, self.cfg.dtype)
         return self.dataset.data_module(self.train, self.test, self.cfg.batch_size, seed, held_out, dtype)
 
     def module(self, lr: float) -> L.LightningModule:
+        """A new module, always with the same initial values."""
         L.seed_everything(self.config["seed"], verbose=False)
         settings = {key: value for key, value in self.cfg.model.items() if key not in ("name", "training")}
         settings |= {"lr": lr} if "lr" in settings else {}
@@ -111,7 +117,7 @@ class Run:
         return fits
 
     def choose(self, searches: list[Fit]) -> None:
-        """Write down the number of epochs with the lowest score on the held-out entries, and the learning rate.
+        """Choose the number of epochs with the lowest score on the held-out entries, and the learning rate.
 
         The score is the NLL, and the RMSE of a method that has no NLL.
         """
@@ -121,23 +127,25 @@ class Run:
         # a nan is larger than every number
         i = min(range(len(scores)), key=lambda i: (math.isnan(scores[i]), scores[i]))
         choice = {"lr": self.rates[i]} if len(self.rates) > 1 else {}
-        write(self.holdout / "chosen.json", json.dumps(choice | {"epochs": epochs[i], name: finite(scores[i])}) + "\n")
+        self.choice = choice | {"epochs": epochs[i], name: finite(scores[i])}
+        if self.result:
+            return
+        write(self.holdout / "chosen.json", json.dumps(self.choice) + "\n")
         if not math.isfinite(scores[i]):
             log.warning("%s, on held-out training entries, is not a finite number after any epoch", name)
         if epochs[i] == self.cfg.epochs:
             log.warning("%s, on held-out training entries, was still falling after epochs=%d", name, epochs[i])
 
-    def choice(self) -> dict | None:
-        """What was chosen by the held-out entries, None if nothing was yet."""
+    def take_choice(self) -> None:
+        """Take what an earlier start has chosen, where it came to that."""
         chosen = self.holdout / "chosen.json"
-        return from_first(lambda: read_json(chosen) if chosen.exists() else None)
+        self.choice = from_first(lambda: read_json(chosen) if chosen.exists() else None)
 
-    def last(self) -> Fit:
+    def final(self) -> Fit:
         """The fit to all training entries."""
-        choice = {}
-        if self.cfg.protocol.held_out:
-            choice = self.choice()
-            log.info("the fit of lowest score on held-out training entries: %s", choice)
+        if self.choice:
+            log.info("the fit of lowest score on held-out training entries: %s", self.choice)
+        choice = self.choice or {}
         module = self.module(choice.get("lr", self.rates[0]))
         folder = None if self.result else self.folder.path
         return Fit(module, self.data(0), History(folder, choice.get("epochs", self.cfg.epochs)))
@@ -145,7 +153,7 @@ class Run:
     def finish(self, fit: Fit, trainer: L.Trainer) -> None:
         """Test what was fitted, and write the results."""
         epochs, seconds = len(fit.history.rows), fit.history.seconds  # fewer epochs where the method has converged
-        steps = epochs * len(fit.data.train_dataloader()) if trainer.optimizers else 0
+        steps = 0 if isinstance(fit.module, SweepModule) else epochs * len(fit.data.train_dataloader())
         (tested,) = trainer.test(fit.module, fit.data, verbose=False)
         if self.cfg.replicas:
             partial = self.folder.path / "last.ckpt.partial"
@@ -167,23 +175,15 @@ def complete(cfg: DictConfig, runs: list[Run]) -> list[Run]:
             run.load()
     for run in missing:
         with run.folder.logging():
-            run.folder.open(cfg.force, run.train.fingerprint())
-    wait_for_all()  # until the first process has cleared away what another start left
-    folder = replicas_folder(runs) if cfg.replicas else runs[0].folder.path
-    if cfg.protocol.held_out and not all([run.choice() for run in runs]):
-        searches = [run.searches() for run in runs]
-        fits = [fit for of_run in searches for fit in of_run]
-        for group in [fits] if cfg.replicas else [[fit] for fit in fits]:
-            train_fits(cfg, missing, group, folder / "holdout" if cfg.replicas else group[0].history.folder)
-        for run, of_run in zip(runs, searches, strict=True):
-            if not run.result:
-                with run.folder.logging():
-                    run.choose(of_run)
+            from_first(lambda run=run: run.folder.open(run.train.fingerprint()))
+    if cfg.protocol.held_out:
+        search(cfg, runs, missing)
     fits = []
     for run in runs:
         with run.folder.logging():
-            fits.append(run.last())
+            fits.append(run.final())
     with tracker(cfg, runs[0]) as logger:
+        folder = replicas_state(runs) if cfg.replicas else fits[0].history.folder
         trainer = train_fits(cfg, missing, fits, folder, logger)
         for run, fit in zip(runs, fits, strict=True):
             if not run.result:
@@ -192,8 +192,26 @@ def complete(cfg: DictConfig, runs: list[Run]) -> list[Run]:
     return missing
 
 
-def train_fits(cfg: DictConfig, runs: list[Run], fits: list[Fit], folder: Path, logger=False) -> L.Trainer:
-    """Train until the histories end, from the folder's checkpoint where there is one; into the logs of the runs."""
+def search(cfg: DictConfig, runs: list[Run], missing: list[Run]) -> None:
+    """Let the held-out entries choose for each run, unless they have."""
+    for run in runs:
+        run.take_choice()
+    if all(run.choice for run in runs):
+        return
+    of_runs = [run.searches() for run in runs]
+    fits = [fit for searches in of_runs for fit in searches]
+    if cfg.replicas:
+        train_fits(cfg, missing, fits, replicas_state(runs) / "holdout")
+    else:
+        for fit in fits:
+            train_fits(cfg, missing, [fit], fit.history.folder)
+    for run, searches in zip(runs, of_runs, strict=True):
+        with run.folder.logging():
+            run.choose(searches)
+
+
+def train_fits(cfg: DictConfig, logged: list[Run], fits: list[Fit], folder: Path, logger=False) -> L.Trainer:
+    """Train until the histories end, from the folder's checkpoint where there is one; the runs' logs tell of it."""
     modules, datas, histories = map(list, zip(*fits, strict=True))
     if cfg.replicas:
         data = ReplicaData(datas, histories)
@@ -217,7 +235,7 @@ def train_fits(cfg: DictConfig, runs: list[Run], fits: list[Fit], folder: Path, 
     )
     L.seed_everything(datas[0].seed, verbose=False)  # the same draws, whatever ran before in this process
     with ExitStack() as logs:
-        for run in runs:
+        for run in logged:
             logs.enter_context(run.folder.logging())
         trainer.fit(module, data, ckpt_path=from_first(lambda: usable(recorder.checkpoint)))
     if cfg.replicas:
@@ -227,8 +245,16 @@ def train_fits(cfg: DictConfig, runs: list[Run], fits: list[Fit], folder: Path, 
 
 def replicas_folder(runs: list[Run]) -> Path:
     """Where the state of just these replicas is kept, while they are trained."""
-    cells = [(run.config["fold"], run.config["seed"]) for run in runs]
-    return runs[0].folder.path / f"replicas-{hashlib.sha256(repr(cells).encode()).hexdigest()[:8]}"
+    return runs[0].folder.path / f"replicas-{digest([(run.config['fold'], run.config['seed']) for run in runs])}"
+
+
+def replicas_state(runs: list[Run]) -> Path:
+    """The part of it that was trained on just these entries."""
+    return replicas_folder(runs) / digest([run.train.fingerprint() for run in runs])
+
+
+def digest(content: list) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 
 def accelerator(cfg: DictConfig) -> str:
@@ -255,6 +281,8 @@ def usable(checkpoint: Path) -> Path | None:
         return None
     try:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise InputError(f"{checkpoint} cannot be read ({error.strerror}): start again when it can") from None
     except Exception as error:  # torch, zipfile and pickle raise many kinds
         log.warning("%s cannot be read, training starts anew (%s)", checkpoint, " ".join(str(error).split()))
         return None

@@ -14,7 +14,7 @@ from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
 from ented.model import ENTED, FactorProcess
 from ented.predictive import Predictive
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor, InputError, TrainingEntries
 
 log = logging.getLogger("ented")
 
@@ -55,7 +55,7 @@ class CompletionModule(L.LightningModule):
         """
 
     @torch.no_grad()
-    def start(self, train: COOTensor) -> None:
+    def start(self, train: TrainingEntries) -> None:
         """Initialise, unless a checkpoint holds what came of it."""
         if not self.started:
             self.initialise(*self.entries(train.sample()))
@@ -284,7 +284,7 @@ class GaussianProcessModule(CompletionModule):
         others.step()
         of_rows.step(rows=self.model.rows(indices).flatten())
 
-    def start(self, train: COOTensor) -> None:
+    def start(self, train: TrainingEntries) -> None:
         if self.model.sparse_gradients and not self.started:
             self.model.count_rows(train.row_counts())
         super().start(train)

@@ -15,8 +15,8 @@ class RelativeRMSE(Metric):
 
     full_state_update = False
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, **options):
+        super().__init__(**options)
         self.set_dtype(torch.float64)
         self.add_state("error", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
@@ -34,8 +34,8 @@ class Mean(Metric):
 
     full_state_update = False
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, **options):
+        super().__init__(**options)
         self.set_dtype(torch.float64)
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("entries", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
@@ -68,9 +68,10 @@ class CompletionMetrics(nn.Module):
     Parameters
     ----------
     kind : "binary" or "count".
+    sync_on_compute : whether the entries of all processes count.
     """
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, sync_on_compute: bool = True):
         super().__init__()
         self.kind = kind
         names = {
@@ -78,7 +79,9 @@ class CompletionMetrics(nn.Module):
             "count": ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"],
         }
         makers = {"auc": AUC, "rmse": RelativeRMSE}
-        self.metrics = nn.ModuleDict({name: makers.get(name.split("_")[0], Mean)() for name in names[kind]})
+        self.metrics = nn.ModuleDict(
+            {name: makers.get(name.split("_")[0], Mean)(sync_on_compute=sync_on_compute) for name in names[kind]}
+        )
 
     def update(self, predictive: Predictive, x: Float[Tensor, "S"]) -> None:
         """Add the entries with values `x`."""

@@ -7,6 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+# of predictions.csv, whatever the method, beside one for each mode
+COLUMNS = {"value", "mean", "std", "lower", "upper", "log_prob", "f_mean", "f_std"}
+
 
 class Predictive(ABC):
     """Prediction of S entries, in float64.

@@ -45,7 +45,7 @@ class History:
 
 
 class Recorder(Checkpoint):
-    """After each epoch, add its metrics to the history, or to that of each replica, and keep the state in last.ckpt.
+    """Add the metrics of each epoch to the history, or to that of each replica, and keep the state in last.ckpt.
 
     The histories are part of the checkpoint, so a resumed fit goes on as if it had not stopped. Files are replaced in
     one step: a kill leaves the old one or the new one. It is a `Checkpoint` because Lightning calls those last, after

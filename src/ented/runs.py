@@ -9,6 +9,8 @@ epochs.csv       metrics of each epoch
 last.ckpt        state after the last epoch, or the state to resume from
 predictions.csv  predictive distribution of every test entry
 metrics.json     written last: a run that has it is finished
+
+and, beside the folds, summary-seed=S.json has their mean and standard deviation.
 """
 
 import json
@@ -35,7 +37,7 @@ PLACES = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "compile", "thr
 PLACES |= {"logger", "trainer", "callbacks"}
 # what stands at the top for the models that take it, and counts only there
 OF_SOME_MODELS = {"rank", "lr", "rho", "inducing", "missing", "compile"}
-IMMATERIAL = PLACES | OF_SOME_MODELS | {"data"}
+IMMATERIAL = PLACES | OF_SOME_MODELS | {"training_entries"}
 
 
 class RunFolder:
@@ -43,7 +45,7 @@ class RunFolder:
 
     Parameters
     ----------
-    config : all settings of the run, resolved, with its own fold.
+    config : all settings of the run, resolved, with its own fold and seed.
     """
 
     def __init__(self, config: dict):
@@ -51,10 +53,10 @@ class RunFolder:
         self.path = model_folder(config) / f"fold={config['fold']}" / f"seed={config['seed']}"
         self._lines = MemoryHandler(capacity=10**6, flushLevel=logging.CRITICAL)
 
-    def difference(self, data: str | None = None) -> str | None:
+    def difference(self, fingerprint: str | None = None) -> str | None:
         """The first setting in which the run that the folder holds differs from this one, None if there is none.
 
-        With a fingerprint of the training entries, also whether these are others.
+        With the fingerprint of its training entries, also whether these are others.
         """
         if not self.path.exists():
             return None
@@ -67,7 +69,8 @@ class RunFolder:
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
                 return f"{key}={theirs.get(key)}, asked for is {key}={ours.get(key)}"
-        return "other training entries" if data and config.get("data", data) != data else None
+        others = fingerprint and config.get("training_entries", fingerprint) != fingerprint
+        return "other training entries" if others else None
 
     @property
     def metrics(self) -> dict | None:
@@ -96,26 +99,28 @@ class RunFolder:
         finally:
             log.removeHandler(self._lines)
 
-    def open(self, force: bool, data: str) -> None:
-        """Make the folder, or go on in the one that an earlier start with the same settings and data left.
+    def clear(self) -> None:
+        """Remove what the folder holds; its result first, so that a kill leaves no finished run with a part of it."""
+        (self.path / "metrics.json").unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+        summary_file(self.config).unlink(missing_ok=True)
 
-        What another start left there is removed, and with `force` everything. Of several processes, the first does it.
-        `data` is a fingerprint of the training entries.
+    def open(self, fingerprint: str) -> None:
+        """Make the folder, or go on in the one that an earlier start with the same settings and entries left.
+
+        What another start left there is removed.
         """
-        if not is_first():
-            return
-        difference = self.difference(data)
-        if difference and not force:
+        if difference := self.difference(fingerprint):
             log.warning("an unfinished run with %s, is started afresh", difference)
-        if difference or force:
-            shutil.rmtree(self.path, ignore_errors=True)
+            self.clear()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            write(self.path / "config.yaml", yaml.safe_dump(self.config | {"data": data}, sort_keys=False))
+            config = self.config | {"training_entries": fingerprint}
+            write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            file = logging.FileHandler(self.path / "train.log")
         except OSError as error:
             raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
-        forget_summary(self.config)
-        file = logging.FileHandler(self.path / "train.log")
+        summary_file(self.config).unlink(missing_ok=True)  # one of its folds is about to change
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._lines.setTarget(file)
         self._lines.flush()
@@ -162,36 +167,28 @@ def model_folder(config: dict) -> Path:
     return Path(str(config["runs_dir"])).joinpath(*names)
 
 
-def write_summary(config: dict, results: list[dict]) -> dict[str, dict[str, float]]:
-    """Write the mean and standard deviation over folds to summary.json, beside the folds, and return them.
+def summary_file(config: dict) -> Path:
+    """Where the summary of all folds with one seed is; each seed has its own, since commands may run side by side."""
+    return model_folder(config) / f"summary-seed={config['seed']}.json"
 
-    The file holds a summary for each seed; the others stay.
+
+def write_summary(config: dict, results: list[dict]) -> dict[str, dict[str, float | None]]:
+    """Write the mean and standard deviation over folds beside the folds, and return them.
+
+    Both are null for a metric that is not defined in each fold.
     """
     table = pd.DataFrame([result["metrics"] for result in results]).astype(float)
     metrics = {
-        name: {"mean": finite(column.mean()), "std": finite(column.std(ddof=1)) if len(column) > 1 else 0.0}
+        name: {
+            "mean": finite(column.mean(skipna=False)),
+            "std": finite(column.std(ddof=1, skipna=False)) if len(column) > 1 else 0.0,
+        }
         for name, column in table.items()
     }
-    first = results[0]
-    file = model_folder(config) / "summary.json"
-    summary = read_json(file) if file.exists() else {"seeds": {}}
-    summary |= {key: first[key] for key in ("dataset", "model", "rank")}
-    summary["seeds"][str(first["seed"])] = {
-        "protocol": first["protocol"],
-        "folds": [result["fold"] for result in results],
-        "metrics": metrics,
-    }
-    write(file, json.dumps(summary, indent=2) + "\n")
+    about = {key: results[0][key] for key in ("dataset", "model", "rank", "seed", "protocol")}
+    summary = about | {"folds": [result["fold"] for result in results], "metrics": metrics}
+    write(summary_file(config), json.dumps(summary, indent=2) + "\n")
     return metrics
-
-
-def forget_summary(config: dict) -> None:
-    """Take the seed's summary out of summary.json, because one of its folds is about to change."""
-    file = model_folder(config) / "summary.json"
-    if file.exists():
-        summary = read_json(file)
-        summary["seeds"].pop(str(config["seed"]), None)
-        write(file, json.dumps(summary, indent=2) + "\n")
 
 
 def finite(value: float) -> float | None:

@@ -158,7 +158,7 @@ class Shards:
         files = sorted(file for file in folder.glob("[!.]*") if file.suffix in suffixes)
         if len({file.suffix for file in files}) > 1:
             raise InputError(f"{folder} has npy and Parquet files: keep one kind, both would be read")
-        if below := [file for file in folder.glob("[!.]*/*") if file.suffix in suffixes]:
+        if below := [file for file in folder.glob("[!.]*/**/*") if file.suffix in suffixes]:
             raise InputError(f"{below[0].parent} has files that would not be read: put them into {folder} itself")
         shards = cls(chain.from_iterable(map(blocks, files)), shape)
         if not shards.entries:
@@ -184,12 +184,12 @@ class Shards:
                 yield indices[rows], values[rows]
 
     def fingerprint(self) -> str:
-        """Text that files of other names or sizes do not have; what stands in them is not looked at."""
+        """Of the names and sizes of the files; what stands in them is not looked at."""
         files = [(block.file.name, block.file.stat().st_size, len(block)) for block in self.blocks]
         return hashlib.sha256(repr([self.shape, files]).encode()).hexdigest()[:16]
 
     def row_counts(self) -> Int64[Tensor, "I"]:
-        """See `COOTensor.row_counts`; a pass over all entries."""
+        """A pass over all entries."""
         counts = torch.zeros(sum(self.shape), dtype=torch.int64)
         for indices, _ in self.read(range(len(self.blocks)), 0, len(self)):
             counts += row_counts(indices, self.shape)

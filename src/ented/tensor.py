@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,27 @@ ROUNDING = 1e-6
 
 class InputError(ValueError):
     """A user's mistake. The message is one line that says what is wrong, where, and what to do."""
+
+
+class TrainingEntries(Protocol):
+    """What a fit asks of its training entries, be they in memory, `COOTensor`, or in files, `ented.shards.Shards`."""
+
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int: ...
+
+    @property
+    def largest(self) -> float:
+        """Largest value."""
+
+    def sample(self) -> "COOTensor":
+        """As many entries as fit in memory."""
+
+    def row_counts(self) -> Int64[Tensor, "I"]:
+        """Number of entries with each index: of mode 0, then of mode 1, and so on; I is the sum of the sizes."""
+
+    def fingerprint(self) -> str:
+        """Text that differs where the entries do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,22 +116,18 @@ class COOTensor:
 
     @property
     def largest(self) -> float:
-        """Largest value."""
         return self.values.max().item()
 
     def fingerprint(self) -> str:
-        """Text that other entries, or the same in another order, do not have."""
         content = hashlib.sha256(repr(self.shape).encode())
         for array in self.indices, self.values:
             content.update(array.contiguous().numpy())
         return content.hexdigest()[:16]
 
     def sample(self) -> "COOTensor":
-        """As many entries as fit in memory: all."""
         return self
 
     def row_counts(self) -> Int64[Tensor, "I"]:
-        """Number of entries with each index: of mode 0, then of mode 1, and so on; I is the sum of the sizes."""
         return row_counts(self.indices, self.shape)
 
     def subset(self, rows: Int64[Tensor, "M"] | Bool[Tensor, "N"]) -> "COOTensor":
@@ -203,7 +221,7 @@ class COOTensor:
 
 
 def row_counts(indices: Int64[Tensor, "N D"], shape: tuple[int, ...]) -> Int64[Tensor, "I"]:
-    """See `COOTensor.row_counts`."""
+    """See `TrainingEntries.row_counts`."""
     return torch.cat([indices[:, mode].bincount(minlength=size) for mode, size in enumerate(shape)])
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ented.datamodule import COODataModule
-from ented.tensor import COOTensor, InputError
+from ented.predictive import COLUMNS
+from ented.tensor import COOTensor, InputError, TrainingEntries
 
 log = logging.getLogger("ented")
 
@@ -45,17 +46,20 @@ class Dataset(ABC):
             raise InputError(f"{name}: the sizes of the modes are {list(shape)}; give whole numbers from 1")
         if len(modes) != len(shape):
             raise InputError(f"{name}: {len(modes)} modes for {len(shape)} sizes; name each mode once")
-        if len({*modes, "value"}) <= len(modes):
-            raise InputError(f"{name}: modes are {', '.join(modes)}; give each its own name, none the name value")
+        if len(set(modes)) < len(modes) or COLUMNS.intersection(modes):
+            raise InputError(
+                f"{name}: modes are {', '.join(modes)}; give each its own name, none that of a column of "
+                f"predictions.csv ({', '.join(sorted(COLUMNS))})"
+            )
         if kind not in ("binary", "count"):
             raise InputError(f"{name}: kind {kind!r} is unknown; choose from binary, count")
         self.name, self.shape, self.modes, self.kind, self.folds = name, tuple(shape), list(modes), kind, folds
 
     @abstractmethod
-    def read(self, fold: int) -> tuple[COOTensor, COOTensor]:
+    def read(self, fold: int) -> tuple[TrainingEntries, COOTensor]:
         """Return train and test of one fold as the source has them."""
 
-    def load(self, fold: int) -> tuple[COOTensor, COOTensor]:
+    def load(self, fold: int) -> tuple[TrainingEntries, COOTensor]:
         """Return train and test of one fold, with no cell twice in train and none in both.
 
         A cell that the source has in both stays in test. The log says what was dropped.
@@ -99,6 +103,6 @@ class Dataset(ABC):
             )
         return clean
 
-    def data_module(self, train: COOTensor, test: COOTensor, *settings) -> COODataModule:
+    def data_module(self, train: TrainingEntries, test: COOTensor, *settings) -> COODataModule:
         """Return what gives the entries to a model; the settings are those of `COODataModule`."""
         return COODataModule(train, test, *settings)

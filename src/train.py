@@ -204,7 +204,7 @@ if __name__ == "__main__":
         signal.signal(signum, stop)
     logging.raiseExceptions = False  # no traceback where the output is a pipe that was closed
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", module="lightning|torch._inductor")
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:

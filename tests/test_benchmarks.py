@@ -121,7 +121,7 @@ def test_the_tables_are_those_of_the_results(benchmark):
 
 
 @pytest.mark.parametrize("form", ["npy", "parquet"])
-def test_the_epochs_of_files_are_checked(tmp_path, form):
+def test_the_epochs_of_files_are_checked(float64, tmp_path, form):
     stream = runpy.run_path(str(ROOT / "benchmarks/stream.py"))
     stream["write"](tmp_path / "test", 0, 1000, form)
     stream["write"](tmp_path / "train", 1000, 3000, form)

@@ -28,12 +28,12 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from baselines.main_effects import MainEffects
 from ented.datasets import Dataset
 from ented.distributed import connect, is_first, processes, started_by_torchrun
-from ented.experiment import Run, accelerator, complete, parameters_in, replicas_folder, several, title
 from ented.metrics import CompletionMetrics
 from ented.predictive import Predictive
 from ented.runs import OF_SOME_MODELS, PLACES, write_summary
 from ented.settings import check
 from ented.tensor import InputError
+from experiment import Run, accelerator, complete, parameters_in, replicas_folder, several, title
 
 log = logging.getLogger("ented")
 LARGE = 10**6  # entries or rows, from where on the additive model can take longer than the method

@@ -11,18 +11,17 @@ from typing import NamedTuple
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, ListConfig
 
 from ented.datamodule import COODataModule
-from ented.datasets import Dataset
+from ented.datasets import Dataset, Stream
 from ented.distributed import from_first, is_distributed, is_first, processes, processes_of_node
 from ented.lightning import ENTEDModule, GaussianProcessModule, SummedStrategy, SweepModule
 from ented.likelihoods import PolyaGamma
 from ented.recorder import History, Recorder, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule
 from ented.runs import RunFolder, finite, read_json, write
-from ented.shards import Shards
 from ented.tensor import InputError, TrainingEntries
 
 log = logging.getLogger("ented")
@@ -60,12 +59,31 @@ class Run:
         """Take the result of an earlier start, where there is one."""
         self.result = from_first(lambda: self.folder.metrics)
         if self.result:
-            log.info("%s is finished", self.folder.path)
+            log.info("%s  finished before", self.line())
+
+    def check_method(self) -> None:
+        """Raise InputError where the method does not go with the other settings."""
+        cfg, method = self.cfg, get_class(self.cfg.model._target_)
+        streamed = isinstance(self.dataset, Stream)
+        if method.all_entries and streamed:
+            raise InputError(
+                f"model={cfg.model.name} needs all entries at once, and those of dataset={cfg.dataset.name} stay in "
+                "their files: choose model=ented, gptf_pg, gptf, costco or sbtr"
+            )
+        if method.all_entries and cfg.batch_size != "all":
+            raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
+        if cfg.replicas and streamed:
+            raise InputError(f"replicas={cfg.replicas}: the entries of replicas are in memory, unlike dataset=stream")
+        if cfg.replicas and not issubclass(method, ENTEDModule):
+            raise InputError(f"replicas={cfg.replicas} is for model=ented and gptf_pg, not {cfg.model.name}")
+        if is_distributed() and not issubclass(method, GaussianProcessModule):
+            raise InputError(f"trainer=ddp is for model=ented, gptf_pg and gptf, not {cfg.model.name}")
 
     def load(self) -> None:
         """Read the data, once, and see whether all fits together, before anything is written."""
         if self.train:
             return
+        self.check_method()
         cfg, dataset, fold = self.cfg, self.dataset, self.config["fold"]
         self.train, self.test = dataset.load(fold)
         self.likelihood: PolyaGamma = instantiate(cfg.likelihood)
@@ -76,23 +94,10 @@ class Run:
             raise InputError(
                 f"dataset={cfg.dataset.name} is binary: use likelihood=bernoulli, or set its kind to count"
             )
-        module, streamed = self.module(self.rates[0]), isinstance(self.train, Shards)
-        if module.all_entries and streamed:
-            raise InputError(
-                f"model={cfg.model.name} needs all entries at once, and those of dataset={cfg.dataset.name} stay in "
-                "their files: choose model=ented, gptf_pg, gptf, costco or sbtr"
-            )
-        if cfg.replicas and streamed:
-            raise InputError(f"replicas={cfg.replicas}: the entries of replicas are in memory, unlike dataset=stream")
-        if cfg.replicas and not isinstance(module, ENTEDModule):
-            raise InputError(f"replicas={cfg.replicas} is for model=ented and gptf_pg, not {cfg.model.name}")
-        if is_distributed() and not isinstance(module, GaussianProcessModule):
-            raise InputError(f"trainer=ddp is for model=ented, gptf_pg and gptf, not {cfg.model.name}")
+        self.module(self.rates[0])  # which raises what is wrong with its settings
         part = self.data(cfg.protocol.held_out)
         if processes() > min(len(self.test), len(part.validation or self.test)):
             raise InputError(f"{processes()} processes are more than the entries to evaluate: start fewer")
-        if module.all_entries and cfg.batch_size != "all":
-            raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
 
     def data(self, held_out: float) -> COODataModule:
         """The entries, of which a share is held out from training."""
@@ -132,9 +137,11 @@ class Run:
             return
         write(self.holdout / "chosen.json", json.dumps(self.choice) + "\n")
         if not math.isfinite(scores[i]):
-            log.warning("%s, on held-out training entries, is not a finite number after any epoch", name)
+            log.warning("%s  %s on held-out training entries is not a finite number after any epoch", self.about, name)
         if epochs[i] == self.cfg.epochs:
-            log.warning("%s, on held-out training entries, was still falling after epochs=%d", name, epochs[i])
+            log.warning(
+                "%s  %s on held-out training entries was still falling after epochs=%d", self.about, name, epochs[i]
+            )
 
     def take_choice(self) -> None:
         """Take what an earlier start has chosen, where it came to that."""
@@ -144,7 +151,7 @@ class Run:
     def final(self) -> Fit:
         """The fit to all training entries."""
         if self.choice:
-            log.info("the fit of lowest score on held-out training entries: %s", self.choice)
+            log.info("%s  the fit of lowest score on held-out training entries: %s", self.about, self.choice)
         choice = self.choice or {}
         module = self.module(choice.get("lr", self.rates[0]))
         folder = None if self.result else self.folder.path
@@ -162,9 +169,18 @@ class Run:
         metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
         self.folder.write_predictions(self.dataset.modes, self.test, trainer.predict(fit.module, fit.data))
         self.result = self.folder.finish(metrics, epochs, steps, seconds, self.command)
-        numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        about = title(self.cfg), self.config["fold"], numbers, epochs, seconds, self.folder.path
-        log.info("%s  fold %d  %s  %d epochs  %.1f s  %s", *about)
+        log.info("%s", self.line())
+
+    @property
+    def about(self) -> str:
+        return f"fold {self.config['fold']}  seed {self.config['seed']}"
+
+    def line(self) -> str:
+        """The result in one line."""
+        result = self.result
+        numbers = [f"{name} {'–' if value is None else f'{value:.4f}'}" for name, value in result["metrics"].items()]
+        spent = [f"{result['epochs']} epochs", f"{result['train_seconds']:.1f} s", str(self.folder.path)]
+        return "  ".join([title(self.cfg), self.about, *numbers, *spent])
 
 
 def complete(cfg: DictConfig, runs: list[Run]) -> list[Run]:

@@ -68,7 +68,7 @@ def tables(numbers: pd.DataFrame) -> str:
     parts = []
     for metrics in (BINARY, COUNTS):
         part = text.reindex(columns=metrics)
-        part = part[part[metrics[0]].notna()].fillna("–").join(runs.rename("runs")).reset_index()
+        part = part[part[metrics[0]].notna()].astype(object).fillna("–").join(runs.rename("runs")).reset_index()
         if len(part):
             parts.append(markdown(part))
     return "\n\n".join(parts)

@@ -27,10 +27,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from baselines.main_effects import MainEffects
 from ented.datasets import Dataset
-from ented.distributed import connect, is_first, processes, started_by_torchrun
+from ented.distributed import connect, from_first, is_first, processes, started_by_torchrun
 from ented.metrics import CompletionMetrics
 from ented.predictive import Predictive
-from ented.runs import OF_SOME_MODELS, PLACES, write_summary
+from ented.runs import OF_SOME_MODELS, PLACES, clear, write_summary
 from ented.settings import check
 from ented.tensor import InputError
 from experiment import Run, accelerator, complete, parameters_in, replicas_folder, several, title
@@ -81,13 +81,16 @@ def train(cfg: DictConfig) -> None:
             continue
         with run.folder.logging():
             run.load()
-    if cfg.force and is_first():  # nothing is lost where the data of a run are not right
+    try:
+        if cfg.force:  # nothing is lost where the data of a run are not right
+            from_first(lambda: clear([run.folder for run in runs]))
+        for group in [runs] if cfg.replicas else [[run] for run in runs]:
+            if not all(run.result for run in group):
+                for run in complete(cfg, group):
+                    compare(run)
+    finally:
         for run in runs:
-            run.folder.clear()
-    for group in [runs] if cfg.replicas else [[run] for run in runs]:
-        if not all(run.result for run in group):
-            for run in complete(cfg, group):
-                compare(run)
+            run.folder.unlock()
     if is_first():
         shutil.rmtree(replicas_folder(runs), ignore_errors=True)
     if cfg.fold == "all":
@@ -204,7 +207,7 @@ if __name__ == "__main__":
         signal.signal(signum, stop)
     logging.raiseExceptions = False  # no traceback where the output is a pipe that was closed
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning|torch._inductor")
+    warnings.filterwarnings("ignore", module="lightning|torch._inductor|torch.utils.data")
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:

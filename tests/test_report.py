@@ -1,18 +1,16 @@
 """The report's tables, CSV and figure, from run folders made by hand."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
+import pytest
+from test_train import Command
 
-REPORT = Path(__file__).parent.parent / "src/report.py"
 
-
-def report(*arguments) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, REPORT, *map(str, arguments)], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture
+def report(monkeypatch, capfd) -> Command:
+    return Command(monkeypatch, capfd, Path(__file__).parent.parent / "src/report.py")
 
 
 def write_run(root: Path, dataset: str, fold: int, metrics: dict) -> Path:
@@ -24,7 +22,7 @@ def write_run(root: Path, dataset: str, fold: int, metrics: dict) -> Path:
     return run
 
 
-def test_tables_and_csv(tmp_path):
+def test_tables_and_csv(report, tmp_path):
     for fold, auc in enumerate([0.5, 0.7]):
         write_run(tmp_path, "digg", fold, {"auc": auc, "nll": 1.0, "nll_plugin": 2.0})
     code, out, _ = report(tmp_path, "--csv", tmp_path / "all.csv")
@@ -40,13 +38,13 @@ def test_tables_and_csv(tmp_path):
     assert numbers.query("metric == 'auc'").value.tolist() == [0.5, 0.7]
 
 
-def test_a_method_without_likelihood_has_its_row(tmp_path):
+def test_a_method_without_likelihood_has_its_row(report, tmp_path):
     write_run(tmp_path, "ems", 0, {"rmse": 0.3, "mape": 0.4})
     _, out, _ = report(tmp_path)
     assert out.splitlines()[-1] == "| ems | ented | 3 | paper | masked | 0.300 | 0.400 | – | – | – | – | 1 |"
 
 
-def test_means_beside_published_ones(tmp_path):
+def test_means_beside_published_ones(report, tmp_path):
     """Marked where they are more than two published deviations apart: + for a lower NLL, - for a lower AUC."""
     for fold, auc in enumerate([0.5, 0.7]):
         write_run(tmp_path, "digg", fold, {"auc": auc, "nll": 1.0, "nll_plugin": 2.0})
@@ -67,7 +65,7 @@ def test_means_beside_published_ones(tmp_path):
     assert report(tmp_path / "all.csv", "--compare", tmp_path / "paper.csv") == (0, out, "")
 
 
-def test_runs_with_both_settings_of_missing_are_not_averaged(tmp_path):
+def test_runs_with_both_settings_of_missing_are_not_averaged(report, tmp_path):
     for fold, missing in enumerate(["masked", "zeros"]):
         run = write_run(tmp_path, "ems", fold, {"rmse": 0.3, "rmse_plugin": 0.3})
         metrics = json.loads((run / "metrics.json").read_text())
@@ -79,19 +77,19 @@ def test_runs_with_both_settings_of_missing_are_not_averaged(tmp_path):
     assert report(tmp_path)[1].count("| ems |") == 2
 
 
-def test_one_run_in_two_places_is_refused(tmp_path):
+def test_one_run_in_two_places_is_refused(report, tmp_path):
     first, second = (write_run(tmp_path / name, "ems", 0, {"rmse": 0.3}) for name in ("a", "b"))
     message = f"error: {first} and {second} hold the same run: name a folder that has one of them\n"
     assert report(tmp_path) == (1, "", message)
 
 
-def test_a_metric_that_one_fold_does_not_have_has_no_mean(tmp_path):
+def test_a_metric_that_one_fold_does_not_have_has_no_mean(report, tmp_path):
     for fold, auc in enumerate([0.5, None]):
         write_run(tmp_path, "digg", fold, {"auc": auc, "nll": 1.0, "nll_plugin": 2.0})
     assert "| – | 1.000 ± 0.000 | 2.000 ± 0.000 | 2 |" in report(tmp_path)[1]
 
 
-def test_mistakes_end_with_one_line(tmp_path):
+def test_mistakes_end_with_one_line(report, tmp_path):
     run = write_run(tmp_path / "runs", "digg", 0, {"auc": 0.5})
     point = write_run(tmp_path / "runs", "ems", 0, {"rmse": 0.5})
     (point / "config.yaml").write_text("dataset: {name: ems}\n")
@@ -110,7 +108,7 @@ def test_mistakes_end_with_one_line(tmp_path):
         ([tmp_path / "cut"], "cut/metrics.json is damaged"),
         ([tmp_path / "published.csv"], "published.csv has no column rank"),
         ([tmp_path / "runs", "--compare", tmp_path / "published.csv"], "published.csv has no column method"),
-        ([tmp_path / "runs", "--compare", REPORT], "report.py is not a CSV"),
+        ([tmp_path / "runs", "--compare", report.script], "report.py is not a CSV"),
         (["--figure", tmp_path / "x.png", "--run", lost], "lost its predictions.csv"),
         ([tmp_path / "runs", "--csv", tmp_path / "nowhere/all.csv"], "nowhere"),
         (["--figure", tmp_path / "x.png"], "--run"),

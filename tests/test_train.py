@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 from scipy.stats import nbinom
 from sklearn.metrics import roc_auc_score
 from training import TRAIN
@@ -46,24 +47,27 @@ def tiny(tmp_path, monkeypatch) -> Path:
 
 
 class Command:
-    """`python src/train.py` in this process, which saves the seconds that the imports take."""
+    """`python src/train.py`, or another script, in this process, which saves the seconds that the imports take."""
 
-    def __init__(self, monkeypatch, capfd):
-        self.monkeypatch, self.capfd = monkeypatch, capfd
+    def __init__(self, monkeypatch, capfd, script: Path = TRAIN):
+        self.monkeypatch, self.capfd, self.script = monkeypatch, capfd, script
 
-    def __call__(self, *arguments: str) -> tuple[int, str, str]:
-        self.monkeypatch.setattr(sys, "argv", [str(TRAIN), *arguments])
+    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", [str(self.script), *map(str, arguments)])
         self.monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
         self.capfd.readouterr()
         handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-        with pytest.raises(SystemExit) as exit:
-            runpy.run_path(str(TRAIN), run_name="__main__")
+        try:
+            runpy.run_path(str(self.script), run_name="__main__")
+            code = 0
+        except SystemExit as exit:
+            code = exit.code or 0
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         out, err = self.capfd.readouterr()
-        if isinstance(exit.value.code, str):  # what Python itself does with such an exit
-            return 1, out, err + exit.value.code + "\n"
-        return exit.value.code or 0, out, err
+        if isinstance(code, str):  # what Python itself does with such an exit
+            return 1, out, err + code + "\n"
+        return code, out, err
 
 
 @pytest.fixture
@@ -230,6 +234,17 @@ def test_force_removes_all_runs_first_so_that_others_are_never_taken_for_new_one
     code, out, err = command(*binary(tiny), "lr=0.5")
     assert code == 0, err
     assert finished(tiny.parent).keys() == old.keys() and "afresh" not in out
+
+
+@pytest.mark.parametrize("force", ["false", "true"])
+def test_a_second_command_on_a_run_ends_with_one_line(command, tiny, force):
+    run = tiny.parent / "runs/ones/ented/rank=2/fold=1/seed=0"
+    run.parent.mkdir(parents=True)
+    with FileLock(run.with_name(".seed=0.lock")):  # as the first command holds it
+        code, _, err = command(*binary(tiny), "fold=1", f"force={force}")
+    assert code == 1 and err.count("\n") == 1 and f"{run.relative_to(tiny.parent)}: another command works" in err
+    assert not run.exists()
+    assert command(*binary(tiny), "fold=1", f"force={force}")[0] == 0
 
 
 def test_a_fold_with_mistakes_lets_force_remove_nothing(command, tiny):
@@ -428,6 +443,9 @@ MISTAKES = {
     "rank=2.5": WHOLE,
     "rank=null": WHOLE,
     "rank=[3,5]": WHOLE,
+    "threads=100000": "a whole number from 1 to 1024",
+    "likelihood.zeta=1e9": "above 0 and at most 1e5",
+    "dataset=ems dataset.source.modes=user": "give a list of names",
     "inducing=0": WHOLE,
     "inducing=101": "cannot be divided into model.blocks=2 equal blocks",
     "model.blocks=0": WHOLE,
@@ -455,7 +473,7 @@ MISTAKES = {
     "trainer.accelerator=tpu": "it must be auto, cpu, or cuda",
     "protocol=paper": "no published settings",
     "likelihood=bernoulli": "use likelihood=negative_binomial",
-    "likelihood.zeta=0": POSITIVE,
+    "likelihood.zeta=0": "above 0 and at most 1e5",
     "checkpoint_seconds=soon": "it must be a number from 0",
     "model.jitter=-1": "it must be a number from 0",
     "protocol.held_out=1": "from 0 and below 1",
@@ -488,6 +506,12 @@ def test_settings_that_do_not_go_together(command, tiny, settings, message):
     code, _, err = command(*binary(tiny), "replicas=folds", *settings)
     assert code == 1 and err.count("\n") == 1 and message in err
     assert not (tiny.parent / "runs").exists()
+
+
+@pytest.mark.parametrize("replicas", ["null", "folds"])
+def test_a_learning_rate_that_fails_is_named(command, tiny, replicas):
+    code, _, err = command(*binary(tiny), f"replicas={replicas}", "lr=[0.1,1e300]")
+    assert code == 1 and err.count("\n") == 1 and "in epoch 1 with lr=1e+300: lower lr=" in err
 
 
 def test_mistakes_in_the_data_end_with_one_line(command, tiny):

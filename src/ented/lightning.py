@@ -223,21 +223,31 @@ def milestone_epochs(milestones: tuple[float, ...], epochs: int) -> list[int]:
     return [max(1, round(share * epochs)) for share in milestones]
 
 
-def check_numbers(model: FactorProcess, bound_sum: Float[Tensor, "..."], epoch: int) -> None:
+@torch.no_grad()
+def check_numbers(
+    model: FactorProcess, bound_sum: Float[Tensor, "..."], lr: float | Float[Tensor, "B"], epoch: int
+) -> None:
     """Here the host waits for the device, once an epoch or twice; all processes come to the same end.
 
     Raises
     ------
     InputError : a factorisation failed in this epoch, or the bound is not finite.
     """
-    failures, bound = all_reduce(model.failures.double(), bound_sum)
+    # the last step may have left the parameters beyond all bounds: 0 if their squares are finite, nan otherwise
+    squares = sum((0 * parameter.square()).sum((-2, -1)) for parameter in (model.Z, model.inducing.X))
+    failures, bound = all_reduce(model.failures.double(), bound_sum + squares)
+
+    def where(failed: Bool[Tensor, "..."]) -> str:
+        rates = torch.as_tensor(lr, device=failed.device).expand(failed.shape)
+        return f"in epoch {epoch + 1} with lr={rates[failed][0]:g}"
+
     if failures.any():
         raise InputError(
-            f"a Cholesky factorisation failed in epoch {epoch + 1}: "
-            f"raise model.jitter (now {model.inducing.jitter:g}) or use dtype=float64"
+            f"a Cholesky factorisation failed {where(failures > 0)}: "
+            f"lower lr=, raise model.jitter (now {model.inducing.jitter:g}) or use dtype=float64"
         )
     if not bound.isfinite().all():
-        raise InputError(f"the bound is not finite in epoch {epoch + 1}: lower lr= or rho=")
+        raise InputError(f"the bound is not finite {where(~bound.isfinite())}: lower lr= or rho=")
 
 
 def warn_of_many_points(points: int, entries: int) -> None:
@@ -297,10 +307,10 @@ class GaussianProcessModule(CompletionModule):
         self.bound_sum.zero_()
 
     def on_validation_start(self) -> None:
-        check_numbers(self.model, self.bound_sum, self.current_epoch)
+        check_numbers(self.model, self.bound_sum, self.lr, self.current_epoch)
 
     def on_train_epoch_end(self) -> None:
-        check_numbers(self.model, self.bound_sum, self.current_epoch)
+        check_numbers(self.model, self.bound_sum, self.lr, self.current_epoch)
         for config in self.trainer.lr_scheduler_configs:
             config.scheduler.step()
 

@@ -184,10 +184,10 @@ class ReplicasModule(L.LightningModule):
                 self.metrics[i].update(own, values[i, :present])
 
     def on_validation_start(self) -> None:
-        check_numbers(self.model, self.bound_sum, self.current_epoch)
+        check_numbers(self.model, self.bound_sum, self.lr, self.current_epoch)
 
     def on_train_epoch_end(self) -> None:
-        check_numbers(self.model, self.bound_sum, self.current_epoch)
+        check_numbers(self.model, self.bound_sum, self.lr, self.current_epoch)
 
     def epoch_metrics(self) -> list[dict[str, float]]:
         """What each replica says of the epoch that has just ended, as `ENTEDModule` does."""

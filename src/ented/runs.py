@@ -25,6 +25,7 @@ from pathlib import Path
 
 import pandas as pd
 import yaml
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ented.distributed import is_first
@@ -51,6 +52,7 @@ class RunFolder:
     def __init__(self, config: dict):
         self.config = config
         self.path = model_folder(config) / f"fold={config['fold']}" / f"seed={config['seed']}"
+        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
         self._lines = MemoryHandler(capacity=10**6, flushLevel=logging.CRITICAL)
 
     def difference(self, fingerprint: str | None = None) -> str | None:
@@ -66,7 +68,7 @@ class RunFolder:
             theirs = material(config)
         except (OSError, yaml.YAMLError, AttributeError):
             return "no readable config.yaml"
-        for key in sorted(ours.keys() | theirs.keys()):
+        for key in ["protocol.name", *sorted(ours.keys() | theirs.keys())]:
             if ours.get(key) != theirs.get(key):
                 return f"{key}={theirs.get(key)}, asked for is {key}={ours.get(key)}"
         others = fingerprint and config.get("training_entries", fingerprint) != fingerprint
@@ -99,6 +101,24 @@ class RunFolder:
         finally:
             log.removeHandler(self._lines)
 
+    def lock(self) -> None:
+        """Keep other commands from the folder until `unlock`, or the end of this process.
+
+        Raises
+        ------
+        InputError : another command has it, or the place cannot be written to.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise InputError(f"{self.path}: another command works on this run; wait for its end, or end it") from None
+        except OSError as error:
+            raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
+
+    def unlock(self) -> None:
+        self._lock.release(force=True)
+
     def clear(self) -> None:
         """Remove what the folder holds; its result first, so that a kill leaves no finished run with a part of it."""
         (self.path / "metrics.json").unlink(missing_ok=True)
@@ -110,6 +130,7 @@ class RunFolder:
 
         What another start left there is removed.
         """
+        self.lock()
         if difference := self.difference(fingerprint):
             log.warning("an unfinished run with %s, is started afresh", difference)
             self.clear()
@@ -158,6 +179,14 @@ class RunFolder:
         }
         write(self.path / "metrics.json", json.dumps(result, indent=2) + "\n")
         return result
+
+
+def clear(folders: list[RunFolder]) -> None:
+    """Remove what the folders hold, if no other command has one of them."""
+    for folder in folders:
+        folder.lock()
+    for folder in folders:
+        folder.clear()
 
 
 def model_folder(config: dict) -> Path:
@@ -217,7 +246,7 @@ def material(settings: dict) -> dict[str, object]:
     """The settings that decide a run's numbers, by their dotted names."""
     leaves = flat({key: value for key, value in settings.items() if key not in IMMATERIAL})
     # a method's own training settings stand at the top, where they can be overridden
-    places = ("dataset.source.data_dir", "dataset.source.folder", "model.training.", "model.compile")
+    places = ("dataset.source.data_dir", "dataset.source.workers", "model.training.", "model.compile")
     return {key: value for key, value in leaves.items() if not key.startswith(places)}
 
 

@@ -30,11 +30,12 @@ def shares(value) -> bool:
 # what a setting must be -> the settings that must be it, and how that is seen
 RULES = {
     "a whole number from 1": (
-        ["rank", "inducing", "epochs", "protocol.patience", "threads"]
+        ["rank", "inducing", "epochs", "protocol.patience"]
         + ["model.blocks", "model.inner", "model.sample", "model.newton_steps", "model.channels", "model.inputs"],
         lambda value: whole(value) and value >= 1,
     ),
     "a whole number from 0": (["dataset.source.workers"], lambda value: whole(value) and value >= 0),
+    "a whole number from 1 to 1024": (["threads"], lambda value: whole(value) and 1 <= value <= 1024),
     "a whole number from 1, or all": (["batch_size"], lambda value: value == "all" or whole(value) and value >= 1),
     "a whole number from 0 to 2^32 - 1, or a list of different ones": (
         ["seed"],
@@ -49,10 +50,12 @@ RULES = {
         lambda value: isinstance(value, list) and all(whole(width) and width >= 1 for width in value),
     ),
     "a number above 0": (
-        ["likelihood.zeta", "model.init_std", "model.init_scale", "model.alpha", "model.kappa", "model.a_delta"]
+        ["model.init_std", "model.init_scale", "model.alpha", "model.kappa", "model.a_delta"]
         + ["model.ard_shape", "model.ard_rate", "model.offset_precision"],
         lambda value: number(value) and value > 0,
     ),
+    # from there on it is a Poisson distribution, and the quadrature would need many nodes
+    "a number above 0 and at most 1e5": (["likelihood.zeta"], lambda value: number(value) and 0 < value <= 1e5),
     "a number above 0 and at most 1": (["rho"], lambda value: number(value) and 0 < value <= 1),
     "a number from 0": (
         ["checkpoint_seconds", "model.jitter", "model.tolerance", "model.penalty", "model.kappa_tolerance"]

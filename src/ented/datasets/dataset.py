@@ -44,6 +44,8 @@ class Dataset(ABC):
         """
         if not all(type(size) is int and size >= 1 for size in shape):
             raise InputError(f"{name}: the sizes of the modes are {list(shape)}; give whole numbers from 1")
+        if isinstance(modes, str) or not all(isinstance(mode, str) and mode for mode in modes):
+            raise InputError(f"{name}: modes are {modes}; give a list of names, as in [user,item,week]")
         if len(modes) != len(shape):
             raise InputError(f"{name}: {len(modes)} modes for {len(shape)} sizes; name each mode once")
         if len(set(modes)) < len(modes) or COLUMNS.intersection(modes):

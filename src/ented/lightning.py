@@ -238,7 +238,7 @@ def check_numbers(
     failures, bound = all_reduce(model.failures.double(), bound_sum + squares)
 
     def where(failed: Bool[Tensor, "..."]) -> str:
-        rates = torch.as_tensor(lr, device=failed.device).expand(failed.shape)
+        rates = torch.as_tensor(lr, dtype=torch.float64, device=failed.device).expand(failed.shape)
         return f"in epoch {epoch + 1} with lr={rates[failed][0]:g}"
 
     if failures.any():

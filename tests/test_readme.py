@@ -26,7 +26,7 @@ def block(language: str, marker: str) -> str:
 @pytest.fixture
 def command(monkeypatch, capfd, tmp_path) -> Command:
     monkeypatch.chdir(tmp_path)
-    return Command(monkeypatch, capfd)
+    return Command(capfd)
 
 
 def test_your_own_table(command, tmp_path, capfd):

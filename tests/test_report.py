@@ -9,8 +9,8 @@ from test_train import Command
 
 
 @pytest.fixture
-def report(monkeypatch, capfd) -> Command:
-    return Command(monkeypatch, capfd, Path(__file__).parent.parent / "src/report.py")
+def report(capfd) -> Command:
+    return Command(capfd, Path(__file__).parent.parent / "src/report.py")
 
 
 def write_run(root: Path, dataset: str, fold: int, metrics: dict) -> Path:

@@ -241,7 +241,7 @@ def test_an_interrupted_fit_ends_with_the_same_numbers(small, tmp_path):
 @pytest.fixture
 def command(monkeypatch, capfd, tmp_path) -> Command:
     monkeypatch.chdir(tmp_path)
-    return Command(monkeypatch, capfd)
+    return Command(capfd)
 
 
 @pytest.fixture

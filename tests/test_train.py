@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import yaml
 from filelock import FileLock
 from scipy.stats import nbinom
 from sklearn.metrics import roc_auc_score
-from training import TRAIN
+from training import TRAIN, start
 
 from ented.recorder import best_epoch
 
@@ -47,23 +46,14 @@ def tiny(tmp_path, monkeypatch) -> Path:
 
 
 class Command:
-    """`python src/train.py`, or another script, in this process, which saves the seconds that the imports take."""
+    """`python src/train.py`, or another script, in this process."""
 
-    def __init__(self, monkeypatch, capfd, script: Path = TRAIN):
-        self.monkeypatch, self.capfd, self.script = monkeypatch, capfd, script
+    def __init__(self, capfd, script: Path = TRAIN):
+        self.capfd, self.script = capfd, script
 
     def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
-        self.monkeypatch.setattr(sys, "argv", [str(self.script), *map(str, arguments)])
-        self.monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
         self.capfd.readouterr()
-        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            runpy.run_path(str(self.script), run_name="__main__")
-            code = 0
-        except SystemExit as exit:
-            code = exit.code or 0
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+        code = start(self.script, *arguments)
         out, err = self.capfd.readouterr()
         if isinstance(code, str):  # what Python itself does with such an exit
             return 1, out, err + code + "\n"
@@ -71,8 +61,8 @@ class Command:
 
 
 @pytest.fixture
-def command(monkeypatch, capfd) -> Command:
-    return Command(monkeypatch, capfd)
+def command(capfd) -> Command:
+    return Command(capfd)
 
 
 def binary(folder: Path, name: str = "ones") -> list[str]:
@@ -550,18 +540,18 @@ def test_a_mistake_in_one_cell_of_a_grid_does_not_stop_the_others(command, tiny)
     assert (tiny.parent / "runs/ones/ented/rank=1/fold=0/seed=0/metrics.json").exists()
 
 
-def test_killed_and_started_again_ends_with_the_same_numbers(tiny):
+def test_killed_and_started_again_ends_with_the_same_numbers(command, tiny):
     settings = ["fold=0", "epochs=40", "lr=0.03", "protocol.patience=30", "checkpoint_seconds=0", "batch_size=10"]
-    arguments = [sys.executable, str(TRAIN), *binary(tiny), *settings]
+    arguments = [*binary(tiny), *settings]
 
     def run_folder(runs_dir: str) -> Path:
         return tiny.parent / runs_dir / "ones/ented/rank=2/fold=0/seed=0"
 
-    subprocess.run([*arguments, "runs_dir=whole"], check=True)
+    assert command(*arguments, "runs_dir=whole")[0] == 0
     killed = run_folder("killed")
     # once in the search for the number of epochs, once in the fit
     for epochs in (killed / "holdout" / "epochs.csv", killed / "epochs.csv"):
-        process = subprocess.Popen([*arguments, "runs_dir=killed"])
+        process = subprocess.Popen([sys.executable, TRAIN, *arguments, "runs_dir=killed"])
         deadline = time.monotonic() + 120
         while not (epochs.exists() and len(epochs.read_text().splitlines()) > 5):
             assert process.poll() is None and time.monotonic() < deadline
@@ -569,7 +559,7 @@ def test_killed_and_started_again_ends_with_the_same_numbers(tiny):
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not (killed / "metrics.json").exists()
-    subprocess.run([*arguments, "runs_dir=killed"], check=True)
+    assert command(*arguments, "runs_dir=killed")[0] == 0
     assert numbers(killed) == numbers(run_folder("whole"))
     for name in ("predictions.csv", "holdout/chosen.json"):
         assert (killed / name).read_bytes() == (run_folder("whole") / name).read_bytes()
@@ -577,7 +567,7 @@ def test_killed_and_started_again_ends_with_the_same_numbers(tiny):
     # killed after the last epoch, before the results were written
     (killed / "metrics.json").unlink()
     (killed / "predictions.csv").unlink()
-    subprocess.run([*arguments, "runs_dir=killed"], check=True)
+    assert command(*arguments, "runs_dir=killed")[0] == 0
     assert numbers(killed) == numbers(run_folder("whole"))
 
 

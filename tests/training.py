@@ -1,10 +1,13 @@
 """Fits, without the settings of `src/train.py`, and whole runs in other processes."""
 
+import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import lightning as L
@@ -15,6 +18,7 @@ import torch
 from ented.recorder import History, Recorder
 
 TRAIN = Path(__file__).parent.parent / "src" / "train.py"
+KILL = "+callbacks.kill._target_=training.Kill"
 
 
 def fit(module, data, epochs: int, folder: Path, *callbacks: L.Callback, patience: int | None = None) -> History:
@@ -40,8 +44,31 @@ def train(module, data, histories: list[History], folder: Path, *callbacks: L.Ca
     trainer.fit(module, data, ckpt_path=recorder.checkpoint if recorder.checkpoint.exists() else None)
 
 
+def start(script: Path, *arguments: str | Path) -> int | str:
+    """The exit code, or message, of a script in this process, which saves the seconds that the imports take."""
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+        patch.delenv("HYDRA_FULL_ERROR", raising=False)
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+            return 0
+        except SystemExit as exit:
+            return exit.code or 0
+        finally:
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+
+
 def run(folder: Path, processes: int, *settings: str) -> subprocess.CompletedProcess:
-    """`src/train.py` in a process of its own, or in several by torchrun."""
+    """`src/train.py` in this process, in one of its own where it is to be killed, or in several by torchrun."""
+    if processes == 1 and KILL not in settings:
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            code = start(TRAIN, *settings, f"runs_dir={folder}")
+        if isinstance(code, str):  # what Python itself does with such an exit
+            err.write(f"{code}\n")
+            code = 1
+        return subprocess.CompletedProcess(settings, code, out.getvalue(), err.getvalue())
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *(torchrun if processes > 1 else []), TRAIN, *settings, f"runs_dir={folder}"]
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # for Kill
@@ -73,7 +100,7 @@ class Kill(L.Callback):
 
 def kill(moment: str) -> list[str]:
     """The settings for `run` that add `Kill`."""
-    return ["+callbacks.kill._target_=training.Kill", f"+callbacks.kill.moment={moment}"]
+    return [KILL, f"+callbacks.kill.moment={moment}"]
 
 
 def assert_same_run(actual: Path, expected: Path) -> None:

@@ -78,7 +78,7 @@ class GPTF(GaussianProcessModule):
         *gradients, phi_bar = torch.autograd.grad(self.q.kl() / processes() - scale * data, [*parameters, features.phi])
         for parameter, gradient in zip(parameters, all_reduce(*gradients), strict=True):
             parameter.grad = gradient
-        self.model.backward(indices, features, phi_bar, scale)
+        self.model.backward(features, phi_bar, scale)
         self.model.failures += features.info
         return data.detach()
 

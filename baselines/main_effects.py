@@ -44,30 +44,34 @@ class MainEffects(SweepModule):
         self.poisson = regression == "poisson" and likelihood.kind == "count"
         self.register_buffer("weights", torch.zeros(1 + sum(shape)))  # the constant, then the effects
         if self.poisson:
-            self.register_buffer("zeta", torch.tensor(likelihood.zeta))
+            self.register_buffer("zeta", torch.as_tensor(likelihood.zeta).detach().reshape(()).clone())
         self.register_buffer("offsets", torch.tensor([*accumulate(shape, initial=1)][:-1]), persistent=False)
 
     @property
     def likelihood(self) -> PolyaGamma:
-        return NegativeBinomial(self.zeta.item()) if self.poisson else self._likelihood
+        return NegativeBinomial(self.zeta.item(), self._likelihood.smallest) if self.poisson else self._likelihood
 
     def f(self, weights: Float[Tensor, "W"], indices: Int[Tensor, "S D"]) -> Float[Tensor, "S"]:
-        """The additive predictor: log mean under Poisson regression, else the f of the likelihood."""
+        """The additive predictor: under Poisson regression the log mean above the smallest count, else f."""
         return weights[0] + weights[indices + self.offsets].sum(-1)
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        self.weights[0] = self._likelihood.intercept(values) + (log(self._likelihood.zeta) if self.poisson else 0)
+        self.weights[0] = self._likelihood.intercept(values) + (
+            log(float(self._likelihood.zeta)) if self.poisson else 0
+        )
 
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
+        above = values - self._likelihood.smallest if self.poisson else values
+
         def objective(weights):
             f = self.f(weights, indices)
-            fit = values * f - f.exp() if self.poisson else self._likelihood.log_prob(values, f)
+            fit = above * f - f.exp() if self.poisson else self._likelihood.log_prob(values, f)
             return fit.sum() - 0.5 * self.penalty * len(values) * weights[1:].square().sum()
 
         weights, value = maximise(objective, self.weights)
         self.weights.copy_(weights)
         if self.poisson:
-            self.zeta.fill_(most_likely_shape(values, self.f(weights, indices)))
+            self.zeta.fill_(most_likely_shape(above, self.f(weights, indices)))
         return value
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> LatentGaussian:

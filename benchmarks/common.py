@@ -31,7 +31,7 @@ def random_entries(shape: tuple[int, ...] = SHAPE, number: int = ENTRIES) -> COO
 
 def training_step(model: ENTED, entries: int = ENTRIES, mode: str | None = None) -> Step:
     """The model's step and Adam's; `mode` is that of torch.compile, which is left out where there is none."""
-    rows = RowAdam([model.Z], LR) if model.sparse_gradients else None
+    rows = RowAdam([model.Z], LR) if model.table.sparse_gradients else None
     others = [parameter for parameter in model.parameters() if not (rows and parameter is model.Z)]
     adam = torch.optim.Adam(others, LR, fused=True)
     ascend = torch.compile(model.step, mode=mode) if mode else model.step
@@ -41,7 +41,7 @@ def training_step(model: ENTED, entries: int = ENTRIES, mode: str | None = None)
         ascend(indices, values, entries / len(values), rho)
         adam.step()
         if rows:
-            rows.step(rows=model.rows(indices).flatten())
+            rows.step(rows=model.table.rows(indices).flatten())
 
     return step
 

@@ -14,7 +14,7 @@ import torch
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, ListConfig
 
-from ented.datamodule import COODataModule
+from ented.datamodule import COODataModule, batch_sizes
 from ented.datasets import Dataset, Stream
 from ented.distributed import from_first, is_distributed, is_first, processes, processes_of_node
 from ented.lightning import ENTEDModule, GaussianProcessModule, SummedStrategy, SweepModule
@@ -25,6 +25,7 @@ from ented.runs import RunFolder, finite, read_json, write
 from ented.tensor import InputError, TrainingEntries
 
 log = logging.getLogger("ented")
+STEPS = 6000  # of a fit with epochs=auto
 
 
 class Fit(NamedTuple):
@@ -86,8 +87,9 @@ class Run:
         self.check_method()
         cfg, dataset, fold = self.cfg, self.dataset, self.config["fold"]
         self.train, self.test = dataset.load(fold)
-        self.likelihood: PolyaGamma = instantiate(cfg.likelihood)
-        self.likelihood.check(torch.tensor([self.train.largest, self.test.largest]))
+        self.batch_size, self.epochs = sizes_of(cfg, len(self.train))
+        self.likelihood = self.new_likelihood()
+        self.likelihood.check(torch.tensor([*self.train.range, *self.test.range]))
         sizes = len(self.train), len(self.test)
         log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, *sizes)
         if (dataset.kind, self.likelihood.kind) == ("binary", "count"):
@@ -102,22 +104,30 @@ class Run:
     def data(self, held_out: float) -> COODataModule:
         """The entries, of which a share is held out from training."""
         seed, dtype = self.config["seed"], getattr(torch, self.cfg.dtype)
-        return self.dataset.data_module(self.train, self.test, self.cfg.batch_size, seed, held_out, dtype)
+        return self.dataset.data_module(self.train, self.test, self.batch_size, seed, held_out, dtype)
+
+    def new_likelihood(self) -> PolyaGamma:
+        settings = dict(self.cfg.likelihood)
+        if settings.get("smallest") == "auto":
+            settings["smallest"] = int(self.train.range[0] > 0)
+        return instantiate(settings)
 
     def module(self, lr: float) -> L.LightningModule:
         """A new module, always with the same initial values."""
         L.seed_everything(self.config["seed"], verbose=False)
         settings = {key: value for key, value in self.cfg.model.items() if key not in ("name", "training")}
         settings |= {"lr": lr} if "lr" in settings else {}
+        if "annealing" in settings:
+            settings["annealing"] = self.epochs if settings["annealing"] else None
         with parameters_in(getattr(torch, self.cfg.dtype)):
-            return instantiate(settings, shape=self.dataset.shape, likelihood=self.likelihood)
+            return instantiate(settings, shape=self.dataset.shape, likelihood=self.new_likelihood())
 
     def searches(self) -> list[Fit]:
         """The fits to a part of the training entries, one for each learning rate, by which `choose` chooses."""
         protocol, fits = self.cfg.protocol, []
         for lr in self.rates:
             folder = self.holdout / (f"lr={lr}" if len(self.rates) > 1 else "")
-            history = History(None if self.result else folder, self.cfg.epochs, protocol.patience)
+            history = History(None if self.result else folder, self.epochs, protocol.patience)
             fits.append(Fit(self.module(lr), self.data(protocol.held_out), history))
         return fits
 
@@ -138,7 +148,7 @@ class Run:
         write(self.holdout / "chosen.json", json.dumps(self.choice) + "\n")
         if not math.isfinite(scores[i]):
             log.warning("%s  %s on held-out training entries is not a finite number after any epoch", self.about, name)
-        if epochs[i] == self.cfg.epochs:
+        if epochs[i] == self.epochs and self.cfg.protocol.patience:
             log.warning(
                 "%s  %s on held-out training entries was still falling after epochs=%d", self.about, name, epochs[i]
             )
@@ -155,7 +165,7 @@ class Run:
         choice = self.choice or {}
         module = self.module(choice.get("lr", self.rates[0]))
         folder = None if self.result else self.folder.path
-        return Fit(module, self.data(0), History(folder, choice.get("epochs", self.cfg.epochs)))
+        return Fit(module, self.data(0), History(folder, choice.get("epochs", self.epochs)))
 
     def finish(self, fit: Fit, trainer: L.Trainer) -> None:
         """Test what was fitted, and write the results."""
@@ -278,6 +288,16 @@ def accelerator(cfg: DictConfig) -> str:
     if cfg.trainer.accelerator == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return cfg.trainer.accelerator
+
+
+def sizes_of(cfg: DictConfig, entries: int) -> tuple[int | str, int]:
+    """Batch size and epochs for so many training entries, where the settings leave them open."""
+    batch_size, epochs = cfg.batch_size, cfg.epochs
+    if batch_size == "auto":  # a power of two near a thirty-second of the entries, from 128 to 2048
+        batch_size = 2 ** min(max(round(math.log2(entries / 32)), 7), 11)
+    if epochs == "auto":
+        epochs = math.ceil(STEPS / (1 if batch_size == "all" else len(batch_sizes(entries, batch_size))))
+    return batch_size, epochs
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import pytest
 from test_train import binary, write_folds
 from training import assert_same_run, kill, run
 
+ALL = "ented model.factors=variational model.kernel=ard model.mean=effects"
 FLIGHTS = ["dataset=flights", "epochs=2", "inducing=10", "lr=0.01"]
 
 
@@ -16,7 +17,13 @@ def trainer(processes: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("model", "dataset", "batch_size"),
-    [("ented", "flights", 1111), ("gptf", "ones", 20), ("gptf_pg", "ones", "all"), ("ented", "ones", 20)],
+    [
+        ("ented", "flights", 1111),
+        ("gptf", "ones", 20),
+        ("gptf_pg", "ones", "all"),
+        ("ented", "ones", 20),
+        (ALL, "ones", 20),
+    ],
 )
 def test_two_processes_make_the_run_of_one(tmp_path, model, dataset, batch_size):
     """Also where batches and test entries have odd numbers, of which one process has one more than the other."""
@@ -26,7 +33,13 @@ def test_two_processes_make_the_run_of_one(tmp_path, model, dataset, batch_size)
     for processes in (2, 1):
         folder = tmp_path / str(processes)
         done = run(
-            folder, processes, *settings, "fold=0", f"model={model}", f"batch_size={batch_size}", *trainer(processes)
+            folder,
+            processes,
+            *settings,
+            "fold=0",
+            *f"model={model}".split(),
+            f"batch_size={batch_size}",
+            *trainer(processes),
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count(" epochs  ") == 1

@@ -81,15 +81,17 @@ def test_the_learning_rate_falls_to_three_tenths_at_the_milestones(tmp_path):
     assert rates == pytest.approx([0.01] * 6 + [0.003] * 2 + [0.0009] * 2)
 
 
-@pytest.mark.parametrize("sparse_gradients", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{}, {"sparse_gradients": True}, {"factors": "variational", "kernel": "ard", "mean": "effects"}]
+)
 @pytest.mark.parametrize("held_out", [0.0, 0.2])
-def test_a_fit_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, held_out, sparse_gradients):
+def test_a_fit_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, held_out, settings):
     class Interrupt(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if trainer.current_epoch == 3 and batch_idx == 1:
                 raise OSError("interrupted")
 
-    settings = {"milestones": (0.5,), "sparse_gradients": sparse_gradients}
+    settings = {"milestones": (0.5,)} | settings
     whole = make_module("binary", **settings)
     expected = fit(whole, make_data("binary", 15, held_out), 6, tmp_path / "whole")
     with pytest.raises(OSError, match="interrupted"):
@@ -126,11 +128,11 @@ def test_sparse_gradients_make_the_same_fit_where_every_step_has_all_rows(kind, 
     modules = [make_module(kind, milestones=(0.5,), sparse_gradients=sparse) for sparse in (False, True)]
     data = make_data(kind, "all")
     for module in modules:
-        fit(module, data, 5, tmp_path / str(module.model.sparse_gradients))
+        fit(module, data, 5, tmp_path / str(module.model.table.sparse_gradients))
     dense, sparse = (module.model for module in modules)
-    assert (sparse.row_counts > 0).all()
+    assert (sparse.table.row_counts > 0).all()
     state = sparse.state_dict()
-    state.pop("row_counts")
+    state.pop("table.row_counts")
     torch.testing.assert_close(state, dict(dense.state_dict()), rtol=1e-7, atol=1e-9)
 
 
@@ -140,7 +142,7 @@ def test_a_step_with_sparse_gradients_moves_the_rows_of_its_batch_alone(compile,
 
     class Before(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            states.append((pl_module.model.rows(batch[0]).unique(), pl_module.model.Z.detach().clone()))
+            states.append((pl_module.model.table.rows(batch[0]).unique(), pl_module.model.Z.detach().clone()))
 
     module = make_module("count", sparse_gradients=True, compile=compile)
     fit(module, make_data("count", 5), 2, tmp_path, Before())
@@ -149,4 +151,4 @@ def test_a_step_with_sparse_gradients_moves_the_rows_of_its_batch_alone(compile,
     for (rows, before), (_, after) in zip(states, states[1:], strict=False):
         moved = (before != after).any(1).nonzero().squeeze(1)
         assert torch.equal(moved, rows)
-    assert not module.model.Z_bar.any()
+    assert not module.model.table.Z_bar.any()

@@ -344,3 +344,65 @@ def test_plugin_has_f_at_its_mean(likelihood):
         if likelihood.kind == "binary"
         else stats.nbinom.var(likelihood.zeta, expit(-0.8))
     )
+
+
+# a smallest count, a learned shape, and the summary for relative errors
+
+
+def test_a_smallest_count_shifts_the_distribution(float64):
+    """Everything is that of counts from 0, one higher."""
+    shifted = NegativeBinomial(3.5, smallest=1)
+    f_mean, f_variance = tensor(0.3, -1.0, 2.0), tensor(0.5, 0.0, 0.1)
+    x = tensor(1.0, 2.0, 40.0)
+    of_shifted, of_zero = (LatentGaussian(nb, f_mean, f_variance) for nb in (shifted, NegativeBinomial(3.5)))
+    torch.testing.assert_close(of_shifted.log_prob(x), of_zero.log_prob(x - 1))
+    torch.testing.assert_close(of_shifted.mean, of_zero.mean + 1)
+    torch.testing.assert_close(of_shifted.variance, of_zero.variance)
+    torch.testing.assert_close(of_shifted.quantile(0.9), of_zero.quantile(0.9) + 1)
+    bounds = [nb.bound(y, f_mean, f_variance) for nb, y in ((shifted, x), (NegativeBinomial(3.5), x - 1))]
+    torch.testing.assert_close(*bounds)
+    assert shifted.intercept(x) == pytest.approx(NegativeBinomial(3.5).intercept(x - 1))
+    torch.manual_seed(0)
+    assert of_shifted.sample(200).min() == 1
+    with pytest.raises(InputError, match="set likelihood.smallest=0"):
+        shifted.check(tensor(3.0, 0.0))
+
+
+@pytest.mark.parametrize("quadrature", [False, True])
+@pytest.mark.parametrize("smallest", [0, 1])
+def test_the_slope_is_the_derivative_of_the_bound(float64, smallest, quadrature):
+    likelihood = NegativeBinomial(3.5, smallest, learned=True, quadrature=quadrature)
+    x, mean, variance = tensor(1.0, 2.0, 40.0), tensor(0.3, -1.0, 2.0), tensor(0.5, 0.0, 0.1)
+    likelihood.bound(x, mean, variance).sum().backward()
+    torch.testing.assert_close(likelihood.slope(x, mean, variance).sum(), likelihood.log_zeta.grad.squeeze())
+    known = likelihood.known()
+    assert (known.zeta, known.smallest, known.learned) == (pytest.approx(3.5), smallest, False)
+
+
+@pytest.mark.parametrize("make", [Bernoulli, NegativeBinomial])
+def test_quadrature_is_the_expectation_and_its_derivatives(float64, make):
+    """The expectation by a dense sum; theta and the linear term by automatic differentiation."""
+    likelihood = make(quadrature=True)
+    for mean, variance in GAUSSIANS:
+        for x in values_of(likelihood):
+            m, v = tensor(mean).requires_grad_(), tensor(variance).requires_grad_()
+            bound = likelihood.bound(tensor(x), m, v)
+            expected = expectation(lambda f, x=x: log_pmf(likelihood, x, f), mean, variance)
+            assert bound.item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+            of_mean, of_variance = torch.autograd.grad(bound.sum(), [m, v])
+            theta, linear = likelihood.sites(tensor(x), m.detach(), v.detach())
+            torch.testing.assert_close(linear - theta * m.detach(), of_mean)
+            torch.testing.assert_close(-theta / 2, of_variance, rtol=1e-3, atol=1e-4)  # equal for the exact expectation
+
+
+@pytest.mark.parametrize("smallest", [0, 1])
+@pytest.mark.parametrize("zeta", [0.6, 20.0])
+@gaussian
+def test_the_relative_median_has_the_smallest_relative_error(mean, variance, zeta, smallest):
+    """E|x - a| / (x + 1) over the exact probabilities: within 1% of what the best a has."""
+    k = np.arange(6000)
+    p = expectation(lambda f: stats.nbinom.pmf(k[:, None], zeta, expit(-f)), mean, variance)
+    x = k + smallest
+    losses = [(p * abs(x - a) / (x + 1)).sum() for a in range(400)]
+    latent = LatentGaussian(NegativeBinomial(zeta, smallest), tensor(mean), tensor(variance))
+    assert losses[int(latent.relative_median.item())] <= 1.01 * min(losses)

@@ -256,8 +256,8 @@ def test_a_batch_stands_for_copies_of_itself():
 def gradient_by_hand(model, indices, x, scale):
     """Of the bound, in Z and X."""
     features = model.features(indices)
-    phi_bar, _, _ = model.feature_gradient(features, x, scale)
-    model.backward(indices, features, phi_bar, scale)
+    phi_bar, mean_bar, variance_bar, _, _, _ = model.gradients(features, x, scale)
+    model.backward(features, phi_bar, scale, mean_bar, variance_bar)
     return -model.Z.grad, -model.inducing.X.grad
 
 
@@ -301,9 +301,9 @@ def test_gradient_is_the_slope_of_the_models_own_bound(kind, blocks):
 
 
 @kinds
-def test_feature_gradient_returns_the_bounds_and_the_mean_of_f(kind):
+def test_the_gradients_come_with_the_bounds_and_the_mean_of_f(kind):
     model, (indices, x) = make_model(kind, 2), make_entries(kind)
-    _, bound, mean = model.feature_gradient(model.features(indices), x, 1.0)
+    *_, bound, mean = model.gradients(model.features(indices), x, 1.0)
     with torch.no_grad():
         M = side_by_side(model.Z, indices)
         f_mean, _, kl = dense_posterior(model.inducing.X, M, model.q.mean, model.q.covariance)
@@ -334,15 +334,15 @@ def test_sparse_gradients_of_an_epochs_batches_add_up_to_the_gradient(kind):
     sparse = ENTED(SHAPE, LIKELIHOODS[kind], RANK, 6, kernel=dense.kernel, jitter=JITTER, sparse_gradients=True)
     sparse = sparse.double()
     sparse.load_state_dict(dense.state_dict(), strict=False)
-    sparse.count_rows(counts)
+    sparse.table.count_rows(counts)
     assert (counts == 0).any() and not sparse.Z[counts == 0].any()
     dense.Z.data.copy_(sparse.Z)
     gradient_by_hand(dense, indices, x, 1.0)
     X_bar = torch.zeros_like(sparse.inducing.X)
     for part in torch.arange(ENTRIES).split(5):
         features = sparse.features(indices[part])
-        phi_bar, _, _ = sparse.feature_gradient(features, x[part], 1.0)
-        sparse.backward(indices[part], features, phi_bar, 1.0)
+        phi_bar, *_ = sparse.gradients(features, x[part], 1.0)
+        sparse.backward(features, phi_bar, 1.0)
         X_bar += sparse.inducing.X.grad
     torch.testing.assert_close((sparse.Z.grad, X_bar), (dense.Z.grad, dense.inducing.X.grad), rtol=1e-9, atol=1e-11)
 
@@ -405,17 +405,6 @@ def test_posterior_is_gpytorchs(blocks):
 # the module
 
 
-def test_factors_are_the_rows_of_each_mode():
-    model = make_model("binary", 2)
-    model.Z.data = torch.arange(24.0, dtype=torch.float64).reshape(12, 2)
-    assert [factor.tolist() for factor in model.factors] == [
-        [[0, 1], [2, 3], [4, 5], [6, 7]],
-        [[8, 9], [10, 11], [12, 13]],
-        [[14, 15], [16, 17], [18, 19], [20, 21], [22, 23]],
-    ]
-    assert not any(factor.requires_grad for factor in model.factors)
-
-
 def test_only_the_factor_rows_of_an_entry_feel_it():
     model, indices, x = make_model("count", 2), torch.tensor([[3, 0, 4]]), torch.tensor([9.0], dtype=torch.float64)
     gradient = gradient_by_hand(model, indices, x, 1.0)[0] + model.Z.detach()  # without log p(Z)
@@ -429,7 +418,7 @@ def test_starts_from_a_gaussian_and_from_the_prior_of_u():
     for parameter in (model.Z, model.inducing.X):
         assert parameter.std().item() == pytest.approx(0.3, rel=0.05)  # 5000 draws or more: 1 % standard error
     assert model.q.kl() == 0
-    assert {name for name, _ in model.named_parameters()} == {"Z", "inducing.X"}
+    assert {name for name, _ in model.named_parameters()} == {"table.Z", "inducing.X"}
 
 
 @blocks_1_2_3

@@ -51,12 +51,17 @@ def assert_same(together, alone, histories, expected):
         assert history.seconds > 0
 
 
-@pytest.mark.parametrize("batch_size", [15, "all"])
-@pytest.mark.parametrize("kind", ["binary", "count"])
-def test_each_replica_ends_where_it_ends_alone(tmp_path, kind, batch_size):
+ALL = {"factors": "variational", "kernel": "ard", "mean": "effects"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "settings"),
+    [("binary", 15, {}), ("binary", "all", {}), ("count", 15, {}), ("count", "all", {}), ("count", 15, ALL)],
+)
+def test_each_replica_ends_where_it_ends_alone(tmp_path, kind, batch_size, settings):
     alone, expected, together, datas, histories = [], [], [], [], []
     for i, (entries, seed, lr, epochs) in enumerate(REPLICAS):
-        module, data = make(kind, entries, seed, lr, batch_size)
+        module, data = make(kind, entries, seed, lr, batch_size, **settings)
         together.append(copy.deepcopy(module))
         expected.append(fit(module, data, epochs, tmp_path / f"alone {i}"))
         alone.append(module)

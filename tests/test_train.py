@@ -109,21 +109,29 @@ def test_a_run_of_counts_leaves_its_folder(command, tiny, protocol, dtype):
     table = pd.read_csv(run / "predictions.csv")
     test = np.load(tiny / "counts/fold-1.npz")["test"]
     np.testing.assert_array_equal(table[["a", "b", "c", "value"]], test)
-    zeta, x, mu, s2 = 20, table.value, table.f_mean, table.f_std**2
+    zeta = epochs.zeta.iloc[-1] if protocol == "holdout" else 20
+    x, mu, s2 = table.value, table.f_mean, table.f_std**2
     mean = zeta * np.exp(mu + s2 / 2)
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
     f = mu.to_numpy()[:, None] + table.f_std.to_numpy()[:, None] * nodes
-    density = nbinom.pmf(x.to_numpy()[:, None], zeta, 1 / (1 + np.exp(f))) @ weights / weights.sum()
+
+    def pmf(k):
+        return nbinom.pmf(k, zeta, 1 / (1 + np.exp(f))) @ weights / weights.sum()
+
+    density, mass = pmf(x.to_numpy()[:, None]), np.array([pmf(k) / (k + 1) for k in range(500)]).cumsum(0)
+    median = (mass < mass[-1] / 2).sum(0)  # of p(x) / (x + 1)
     plugin = zeta * np.exp(mu)
     expected = {
         "rmse": np.sqrt(((x - mean) ** 2).sum() / (x**2).sum()),
-        "mape": (abs(x - mean) / (x + 1)).mean(),
+        "mape": (abs(x - median) / (x + 1)).mean(),
         "nll": -np.log(density).mean(),
         "nll_plugin": -nbinom.logpmf(x, zeta, 1 / (1 + np.exp(mu))).mean(),
         "rmse_plugin": np.sqrt(((x - plugin) ** 2).sum() / (x**2).sum()),
         "mape_plugin": (abs(x - plugin) / (x + 1)).mean(),
     }
-    assert result["metrics"] == pytest.approx(expected, rel=1e-4)  # the table has six digits
+    # the table has six digits; a median is that of a sample, and where it is near a jump it is a count off
+    assert result["metrics"].pop("mape") == pytest.approx(expected.pop("mape"), abs=0.1)
+    assert result["metrics"] == pytest.approx(expected, rel=1e-4)
     assert (table.lower <= table.upper).all()
     for row in ("ented", "main effects", "overall mean"):
         assert row in out
@@ -181,7 +189,7 @@ def test_other_settings_are_not_taken_for_a_finished_run(command, tiny):
     run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
     before = numbers(run)
     code, _, err = command(*arguments, "lr=0.5")
-    assert code == 1 and "lr=0.001" in err and "lr=0.5" in err and "force=true" in err
+    assert code == 1 and "lr=0.01" in err and "lr=0.5" in err and "force=true" in err
     assert numbers(run) == before
     assert command(*arguments, "lr=0.5", "force=true")[0] == 0
     assert numbers(run) != before
@@ -386,8 +394,10 @@ def test_a_setting_that_the_model_does_not_have_is_a_warning(command, tiny):
 
 
 def test_one_block_is_gptf_pg(command, tiny):
-    assert command(*binary(tiny), "fold=0", "model.blocks=1")[0] == 0
-    assert command(*binary(tiny), "fold=0", "model=gptf_pg")[0] == 0
+    """Of the paper's ENTED."""
+    settings = [*binary(tiny), "fold=0", "protocol=paper"]
+    assert command(*settings, "model.blocks=1")[0] == 0
+    assert command(*settings, "model=gptf_pg")[0] == 0
     one, other = (numbers(tiny.parent / f"runs/ones/{name}/rank=2/fold=0/seed=0") for name in ("ented", "gptf_pg"))
     assert one["metrics"] == other["metrics"]
 
@@ -461,7 +471,7 @@ def test_a_signal_ends_a_run_with_one_line(tiny, signum, force, same):
 
 def test_the_default_beats_the_naive_predictors(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, _ = command()
+    code, out, _ = command("epochs=40")
     assert code == 0
     lines = out.splitlines()
     (head,) = (number for number, line in enumerate(lines) if line.split()[:3] == ["rmse", "mape", "nll"])

@@ -49,11 +49,11 @@ class ReplicaAdam(PartialAdam):
     def step(self, closure=None, *, active: Bool[Tensor, "B"]) -> None:
         """A step of the active replicas."""
         for x, state, lr in self.states():
-            on = active[:, None, None].to(x.dtype)
+            on = active.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
             t = state["t"].add_(on).clamp_min(1)  # those without a step yet are not active
             m = state["exp_avg"].lerp_(x.grad, (1 - BETA1) * on)
             v = state["exp_avg_sq"].lerp_(x.grad.square(), (1 - BETA2) * on)
-            x.sub_(on * lr.to(x)[:, None, None] * direction(m, v, t))
+            x.sub_(on * lr.to(x).view_as(on) * direction(m, v, t))
 
 
 class RowAdam(PartialAdam):

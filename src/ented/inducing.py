@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ented.factors import Draw
 from ented.kernels import RBF
 
 
@@ -33,6 +34,7 @@ class Features:
     XM: Float[Tensor, "... P+S Q"]  # X above M
     K: Float[Tensor, "... P+S P"]  # k(XM, X)
     L: Float[Tensor, "... P P"]
+    draw: Draw | None = None  # M's, where there is one
 
     @property
     def residual(self) -> Float[Tensor, "... S"]:
@@ -70,8 +72,8 @@ class InducingBlocks(nn.Module):
     @torch.no_grad()
     def backward(
         self, kernel: RBF, features: Features, phi_bar: Float[Tensor, "... S P"]
-    ) -> tuple[Float[Tensor, "... P Q"], Float[Tensor, "... S Q"]]:
-        """The derivative in X and M of a function whose derivative in Phi is phi_bar.
+    ) -> tuple[Float[Tensor, "... P Q"], Float[Tensor, "... S Q"], dict[nn.Parameter, Tensor]]:
+        """The derivative in X, M and the kernel's parameters of a function whose derivative in Phi is phi_bar.
 
         Reverse mode of the Cholesky factorisation as in Murray (2016, arXiv:1602.07527); written out because here it
         needs no more than the product of phi_bar with Phi. With bars for adjoints,
@@ -89,6 +91,6 @@ class InducingBlocks(nn.Module):
         T_Linv_mT = torch.linalg.solve_triangular(L.mT, T.mT, upper=True)
         right_hand_sides = torch.cat([T_Linv_mT, phi_bar], -2)
         K_bar = torch.linalg.solve_triangular(L.mT, right_hand_sides.mT, upper=True).mT
-        XM_bar, X_bar = kernel.backward(XM, self.X, K, K_bar)
+        XM_bar, X_bar, of_kernel = kernel.backward(XM, self.X, K, K_bar)
         X_again_bar, M_bar = XM_bar.tensor_split([L.shape[-1]], -2)
-        return X_bar + X_again_bar, M_bar
+        return X_bar + X_again_bar, M_bar, of_kernel

@@ -1,6 +1,8 @@
 """Lightning modules: validation and test of every method, training by sweeps or gradients, and ENTED's step."""
 
 import logging
+from math import cos, pi, sqrt
+from typing import Literal
 
 import lightning as L
 import torch
@@ -9,7 +11,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from ented.adam import RowAdam
+from ented.datamodule import generator
 from ented.distributed import all_reduce
+from ented.kernels import RBF
 from ented.likelihoods import PolyaGamma
 from ented.metrics import CompletionMetrics
 from ented.model import ENTED, FactorProcess
@@ -72,9 +76,9 @@ class CompletionModule(L.LightningModule):
         """Predictive distribution of the entries at `indices`."""
         raise NotImplementedError
 
-    def _evaluate(self, batch: Batch) -> None:
+    def _evaluate(self, batch: Batch, **options) -> None:
         indices, values = batch
-        self.metrics.update(self.predictive(indices), values)
+        self.metrics.update(self.predictive(indices), values, **options)
 
     def _log_metrics(self, prefix: str, **options) -> None:
         self.log_dict({prefix + name: value for name, value in self.metrics.compute().items()}, **options)
@@ -85,7 +89,7 @@ class CompletionModule(L.LightningModule):
         return [{name: float(value) for name, value in self.trainer.callback_metrics.items()}]
 
     def validation_step(self, batch: Batch, _) -> None:
-        self._evaluate(batch)
+        self._evaluate(batch, mape=False)
 
     def on_validation_epoch_end(self) -> None:
         self._log_metrics("val_", prog_bar=True)
@@ -275,28 +279,33 @@ class GaussianProcessModule(CompletionModule):
         self.register_buffer("bound_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def configure_optimizers(self):
-        if self.model.sparse_gradients:
+        if self.model.table.sparse_gradients:
             others = [parameter for parameter in self.parameters() if parameter is not self.model.Z]
             optimizers = [torch.optim.Adam(others, self.lr, fused=True), RowAdam([self.model.Z], self.lr)]
         else:
             optimizers = [torch.optim.Adam(self.parameters(), self.lr, fused=True)]
-        epochs = milestone_epochs(self.milestones, self.trainer.max_epochs)
+        epochs = self.trainer.max_epochs
         return optimizers, [
-            torch.optim.lr_scheduler.MultiStepLR(optimizer, epochs, gamma=MILESTONE_FACTOR) for optimizer in optimizers
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: self.decay(epoch, epochs))
+            for optimizer in optimizers
         ]
+
+    def decay(self, epoch: int, epochs: int) -> float:
+        """What lr is multiplied by in an epoch, from 0, of so many."""
+        return MILESTONE_FACTOR ** sum(epoch >= milestone for milestone in milestone_epochs(self.milestones, epochs))
 
     def adam_step(self, indices: Int[Tensor, "S D"]) -> None:
         """Move all parameters by their gradients; with sparse gradients, those factor rows that the entries have."""
-        if not self.model.sparse_gradients:
+        if not self.model.table.sparse_gradients:
             self.optimizers().step()
             return
         others, of_rows = self.optimizers()
         others.step()
-        of_rows.step(rows=self.model.rows(indices).flatten())
+        of_rows.step(rows=self.model.table.rows(indices).flatten())
 
     def start(self, train: TrainingEntries) -> None:
-        if self.model.sparse_gradients and not self.started:
-            self.model.count_rows(train.row_counts())
+        if self.model.table.sparse_gradients and not self.started:
+            self.model.table.count_rows(train.row_counts())
         super().start(train)
 
     def on_train_start(self) -> None:
@@ -325,9 +334,14 @@ class ENTEDModule(GaussianProcessModule):
 
     Parameters
     ----------
-    shape, likelihood, rank, inducing, blocks, init_std, jitter, sparse_gradients : see `ented.model.ENTED`.
+    shape, likelihood, rank, inducing, blocks, init_std, jitter, sparse_gradients, mean : see `ented.model.ENTED`.
+    factors, posterior_std : whether Z has a posterior, and the standard deviations that it starts from.
+    kernel : "fixed", RBF with lengthscale and variance 1; "rbf" learns them, "ard" a lengthscale for each input.
+    lengthscale : what learned ones start from, times sqrt(D R).
+    inducing_inputs : where they start, "gaussian" noise or near the factors of training entries, "data".
     lr, milestones : of Adam, see `GaussianProcessModule`.
     rho : natural gradient step size in (0, 1].
+    annealing : epochs over which lr and rho fall to zero along half a cosine; None leaves them as they are.
     compile : whether `torch.compile` makes one program of the model's part of a step, in the first of them.
     """
 
@@ -345,19 +359,60 @@ class ENTEDModule(GaussianProcessModule):
         milestones: tuple[float, ...] = (),
         compile: bool = False,
         sparse_gradients: bool = False,
+        factors: Literal["map", "variational"] = "map",
+        posterior_std: float = 0.1,
+        kernel: Literal["fixed", "rbf", "ard"] = "fixed",
+        lengthscale: float = 1.0,
+        mean: Literal["zero", "constant", "effects"] = "zero",
+        inducing_inputs: Literal["gaussian", "data"] = "gaussian",
+        annealing: int | None = None,
     ):
-        model = ENTED(shape, likelihood, rank, inducing, blocks, init_std, jitter, sparse_gradients=sparse_gradients)
+        inputs = len(shape) * rank
+        learned = RBF(lengthscale * sqrt(inputs), 1.0, inputs if kernel == "ard" else 1, learned=True)
+        std = posterior_std if factors == "variational" else None
+        covariance = RBF() if kernel == "fixed" else learned
+        model = ENTED(
+            shape, likelihood, rank, inducing, blocks, init_std, jitter, covariance, sparse_gradients, std, mean
+        )
         super().__init__(likelihood.kind, model, lr, milestones)
         self.step = torch.compile(model.step) if compile else model.step
-        self.register_buffer("rho", torch.tensor(rho, dtype=torch.float64), persistent=False)
+        self.rho, self.annealing = rho, annealing
+        # which entries the inducing inputs start at, as shares of all
+        self.start_at = torch.rand(inducing) if inducing_inputs == "data" else None
+        self.register_buffer("rho_now", torch.tensor(rho, dtype=torch.float64), persistent=False)
         self.register_buffer("log_prob_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         return self.model.predictive(indices)
 
+    def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
+        model = self.model
+        if model.table.constant is not None:
+            model.table.constant.copy_(model.likelihood.intercept(values) - model.likelihood.offset)
+        if self.start_at is not None:
+            model.move_inducing(indices[(self.start_at * len(values)).long()])
+
+    def anneal(self, epoch: int) -> float:
+        """What lr and rho are multiplied by in an epoch, from 0."""
+        return 0.5 + 0.5 * cos(pi * epoch / self.annealing) if self.annealing else 1.0
+
+    def decay(self, epoch: int, epochs: int) -> float:
+        return super().decay(epoch, epochs) * self.anneal(epoch)
+
+    def noise(self, batch_index: int) -> Float[Tensor, "S D R"] | None:
+        """For the draw of the factors: this process's part of what one process would draw for the whole minibatch."""
+        table, data = self.model.table, self.trainer.datamodule
+        if not table.variational:
+            return None
+        process, processes = data.process_and_count
+        shape = data.sizes[batch_index], len(table.shape), table.rank
+        noise = torch.randn(shape, generator=self.random, dtype=table.Z.dtype)
+        return noise.tensor_split(processes)[process].to(self.device, non_blocking=True)
+
     def training_step(self, batch: Batch, batch_index: int) -> None:
         indices, values = batch
-        bound, mean = self.step(indices, values, self.trainer.datamodule.scale(batch_index), self.rho)
+        scale = self.trainer.datamodule.scale(batch_index)
+        bound, mean = self.step(indices, values, scale, self.rho_now, self.noise(batch_index))
         self.adam_step(indices)
         self.bound_sum += bound.sum()
         self.log_prob_sum += self.model.likelihood.log_prob(values, mean).sum()
@@ -365,6 +420,8 @@ class ENTEDModule(GaussianProcessModule):
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
         self.log_prob_sum.zero_()
+        self.rho_now.fill_(self.rho * self.anneal(self.current_epoch))
+        self.random = generator(self.trainer.datamodule.seed, self.current_epoch, 4)
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's bound and plug-in NLL.
@@ -377,3 +434,5 @@ class ENTEDModule(GaussianProcessModule):
         (log_prob_sum,) = all_reduce(self.log_prob_sum)
         nll = -log_prob_sum / len(self.trainer.datamodule.train)
         self.log_dict({"elbo": elbo, "train_nll_plugin": nll}, prog_bar=True)
+        if self.model.likelihood.learned:
+            self.log("zeta", self.model.likelihood.known().zeta)

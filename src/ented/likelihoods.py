@@ -6,6 +6,11 @@ Both are Polya-Gamma likelihoods (Polson, Scott, Windle 2013): for some b and ch
              = h(x) exp(chi f) 2^-b  int exp(-omega f^2 / 2) PG(omega | b, 0) domega,
 
 so given omega the log likelihood is quadratic in f, and q(omega) = PG(b, c) with mean theta = b tanh(c / 2) / (2 c).
+
+What inference needs is E[log p(x | f)] for f ~ N(mean, variance), that is E[log(2 cosh(f / 2))]. Its upper bound by
+q(omega) is the closed form log(2 cosh(c / 2)) with c^2 = E[f^2]. The bound is loose where b is large and f far from 0,
+as for counts far above zeta, and then the posterior variances are too small. The alternative is quadrature, in which
+theta becomes -E[d^2 log p / df^2] (conjugate-computation variational inference, Khan and Lin 2017).
 """
 
 from dataclasses import dataclass, replace
@@ -15,19 +20,34 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from scipy.optimize import elementwise
-from scipy.special import betainc
-from torch import Tensor
+from scipy.special import betainc, gammaincinv, pdtr, pdtrik
+from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
+from torch.quasirandom import SobolEngine
 
 from ented.predictive import Predictive
 from ented.tensor import InputError
 
+NODES = 12  # of the Gauss-Hermite rule for E[log p(x | f)]
+SAMPLES = 256  # quasi-random draws of an entry, for a median
 
-class PolyaGamma:
+
+class PolyaGamma(nn.Module):
     """Base of the likelihoods above: a subclass says what b, chi and log h are, and what f says of x."""
 
     kind: str  # "binary" or "count"
     width: float  # p(x | f) has no finer detail in f than this, see `normal_grid`
+    learned = False  # whether it has a parameter that an optimiser moves, see `NegativeBinomial`
+    offset: float | Float[Tensor, "... 1"] = 0.0  # part of the mean of f that belongs to it
+
+    def __init__(self, quadrature: bool = False):
+        super().__init__()
+        self.quadrature = quadrature
+        if quadrature:
+            nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+            dtype = torch.get_default_dtype()
+            self.register_buffer("nodes", torch.tensor(nodes, dtype=dtype), persistent=False)
+            self.register_buffer("weights", torch.tensor(weights / weights.sum(), dtype=dtype), persistent=False)
 
     def check(self, values: Float[Tensor, "S"]) -> None:
         """Raise InputError if the likelihood cannot have produced one of the values."""
@@ -54,20 +74,43 @@ class PolyaGamma:
     def bound(
         self, x: Float[Tensor, "... S"], mean: Float[Tensor, "... S"], variance: Float[Tensor, "... S"]
     ) -> Float[Tensor, "... S"]:
-        """Lower bound on E[log p(x | f)] for f ~ N(mean, variance), at the optimal q(omega).
+        """Lower bound on E[log p(x | f)] for f ~ N(mean, variance) at the optimal q(omega), or its quadrature.
 
         With c^2 = mean^2 + variance the two terms in theta cancel, and what is left is
         chi mean - b log(2 cosh(c / 2)) + log h.
         """
-        return self._tilted(x, mean, (mean.square() + variance).sqrt())
+        return self.chi(x) * mean - self.b(x) * self.log_cosh(mean, variance) + self.log_h(x)
+
+    def log_cosh(self, mean: Float[Tensor, "... S"], variance: Float[Tensor, "... S"]) -> Float[Tensor, "... S"]:
+        """log(2 cosh(c / 2)), or E[log(2 cosh(f / 2))]."""
+        if self.quadrature:
+            return self.expectation(log_two_cosh(self.f(mean, variance)))
+        return log_two_cosh((mean.square() + variance).sqrt())
+
+    def f(self, mean: Float[Tensor, "... S"], variance: Float[Tensor, "... S"]) -> Float[Tensor, "... S G"]:
+        """The nodes of the quadrature."""
+        return mean[..., None] + variance.sqrt()[..., None] * self.nodes[..., None, :]
+
+    def expectation(self, at_nodes: Float[Tensor, "... S G"]) -> Float[Tensor, "... S"]:
+        return (at_nodes * self.weights[..., None, :]).sum(-1)
+
+    def sites(
+        self, x: Float[Tensor, "... S"], mean: Float[Tensor, "... S"], variance: Float[Tensor, "... S"]
+    ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
+        """Precision theta and linear term t of the Gaussian that stands for p(x | f), t f - theta f^2 / 2.
+
+        The derivatives of `bound` are t - theta mean in the mean, and -theta / 2 in the variance.
+        """
+        if not self.quadrature:
+            return self.theta(x, mean, variance), self.chi(x)
+        # log p = chi f - b log(2 cosh(f / 2)) + log h, twice differentiated
+        b, tanh = self.b(x), torch.tanh(self.f(mean, variance) / 2)
+        theta = b * (1 - self.expectation(tanh.square())) / 4
+        return theta, self.chi(x) - b * self.expectation(tanh) / 2 + theta * mean
 
     def log_prob(self, x: Float[Tensor, "... S"], f: Float[Tensor, "... S"]) -> Float[Tensor, "... S"]:
         """log p(x | f): the bound at c = |f|, where it is tight. Differentiable in f, also at f = 0."""
-        return self._tilted(x, f, f.abs())
-
-    def _tilted(self, x: Tensor, mean: Tensor, c: Tensor) -> Tensor:
-        # log(2 cosh(c / 2)) = c / 2 + softplus(-c) does not overflow
-        return self.chi(x) * mean - self.b(x) * (c / 2 + softplus(-c)) + self.log_h(x)
+        return self.chi(x) * f - self.b(x) * log_two_cosh(f) + self.log_h(x)
 
     def mean(self, f_mean: Float[Tensor, "S"], f_variance: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
         """E[x] for f ~ N(f_mean, f_variance)."""
@@ -81,13 +124,27 @@ class PolyaGamma:
         """See `LatentGaussian.quantile`; 0 < q < 1."""
         raise NotImplementedError
 
+    def relative_median(self, f_mean: Float[Tensor, "S"], f_variance: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
+        """See `Predictive.relative_median`; of counts from draws, with the same uniform numbers for each entry."""
+        return self.mean(f_mean, f_variance)
+
     def sample(self, f: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """One x for each f."""
         raise NotImplementedError
 
+    def known(self, replica: int = 0) -> "PolyaGamma":
+        """The same with its parameters, or those of a replica, as numbers; here the host waits for the device."""
+        return self
+
     def intercept(self, values: Float[Tensor, "S"]) -> float:
         """The f at which E[x | f] is the mean of the values, kept half an entry away from where f is infinite."""
         raise NotImplementedError
+
+
+def log_two_cosh(c: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """log(2 cosh(c / 2)), without overflow."""
+    c = c.abs()
+    return c / 2 + softplus(-c)
 
 
 class Bernoulli(PolyaGamma):
@@ -134,38 +191,77 @@ class Bernoulli(PolyaGamma):
 
 
 class NegativeBinomial(PolyaGamma):
-    """NB with shape zeta and mean zeta exp(f); b = x + zeta, chi = (x - zeta) / 2.
+    """y = x - smallest is NB with shape zeta and mean zeta exp(f); b = y + zeta, chi = (y - zeta) / 2.
 
     Parameters
     ----------
-    zeta : shape, > 0; the variance is mean + mean^2 / zeta. The paper's value is 20.
+    zeta : shape, > 0; y of mean m has the variance m + m^2 / zeta. The paper's value is 20.
+    smallest : the smallest count that there can be.
+    quadrature : whether E[log p(x | f)] is one, see above.
+    learned : whether the shape is a parameter, whose logarithm an optimiser moves. Then f is log m - log zeta for the
+        log m that the model has, so that the shape decides on the variance alone.
     """
 
     kind = "count"
 
-    def __init__(self, zeta: float = 20.0):
+    def __init__(self, zeta: float = 20.0, smallest: int = 0, learned: bool = False, quadrature: bool = False):
+        super().__init__(quadrature)
         if not zeta > 0:
             raise InputError(f"likelihood.zeta is {zeta}: it must be above 0")
-        self.zeta = float(zeta)
+        self.smallest, self.learned = smallest, learned
+        if learned:
+            self.log_zeta = nn.Parameter(torch.tensor([log(zeta)]))
+        else:
+            self.number = float(zeta)  # which costs a step nothing
+
+    @property
+    def zeta(self) -> float | Float[Tensor, "... 1"]:
+        return self.log_zeta.exp() if self.learned else self.number
+
+    @property
+    def offset(self) -> float | Float[Tensor, "... 1"]:
+        return -self.log_zeta if self.learned else 0.0
+
+    @property
+    def width(self) -> float:
         # a bell of curvature up to zeta; for small zeta exp(-exp(-f)), which steps of 6^-1/2 = 0.4 resolve
-        self.width = (self.zeta + 6) ** -0.5
+        return (self.known().zeta + 6) ** -0.5
+
+    def known(self, replica=0):
+        return NegativeBinomial(self.zeta.flatten()[replica].item(), self.smallest) if self.learned else self
+
+    def check(self, values):
+        below = values[values < self.smallest]
+        if len(below):
+            raise InputError(
+                f"likelihood.smallest is {self.smallest}, and the data hold {below[0]:g}: set likelihood.smallest=0"
+            )
 
     def b(self, x):
-        return x + self.zeta
+        return x + (self.zeta - self.smallest)
 
     def chi(self, x):
-        return (x - self.zeta) / 2
+        return (x - (self.zeta + self.smallest)) / 2
 
     def log_h(self, x):
-        x64 = x.double()  # the difference of large terms would lose all of float32's digits
-        return (torch.lgamma(x64 + self.zeta) - torch.lgamma(x64 + 1) - lgamma(self.zeta)).to(x.dtype)
+        y = x.double() - self.smallest  # the difference of large terms would lose all of float32's digits
+        of_zeta = torch.lgamma(self.zeta.double()) if self.learned else lgamma(self.zeta)
+        return (torch.lgamma(y + self.zeta) - torch.lgamma(y + 1) - of_zeta).to(x.dtype)
+
+    def slope(self, x, mean, variance):
+        """The derivative of `bound` in log zeta, at a fixed mean and variance of f,
+
+        zeta (digamma(y + zeta) - digamma(zeta) - mean / 2 - log(2 cosh(c / 2))).
+        """
+        digammas = torch.digamma(x - self.smallest + self.zeta) - torch.digamma(self.zeta)
+        return self.zeta * (digammas - mean / 2 - self.log_cosh(mean, variance))
 
     def mean(self, f_mean, f_variance):
-        return self.zeta * torch.exp(f_mean + f_variance / 2)
+        return self.smallest + self.zeta * torch.exp(f_mean + f_variance / 2)
 
     def variance(self, f_mean, f_variance):
         # Var[x] = E[m] + (1 + 1/zeta) E[m^2] - E[m]^2 with m = zeta exp(f) log-normal
-        mean = self.mean(f_mean, f_variance)
+        mean = self.mean(f_mean, f_variance) - self.smallest
         return mean + mean.square() * ((1 + 1 / self.zeta) * f_variance.exp() - 1)
 
     def quantile(self, q, f_mean, f_variance):
@@ -175,7 +271,7 @@ class NegativeBinomial(PolyaGamma):
         failure = torch.sigmoid(-(f_mean[..., None] + f_variance.sqrt()[..., None] * nodes)).numpy()
 
         def excess(k, entry):
-            # P(x <= k) - q, continued to real k by the regularised incomplete beta function
+            # P(y <= k) - q, continued to real k by the regularised incomplete beta function
             return betainc(self.zeta, k[..., None] + 1, failure[entry.astype(int)]) @ weights - q
 
         entry, zero = np.arange(len(f_mean)), np.zeros(len(f_mean))
@@ -184,14 +280,27 @@ class NegativeBinomial(PolyaGamma):
         upper = (self.mean(f_mean, f_variance) + spread).numpy() + 1
         root = elementwise.find_root(excess, (zero, upper), args=(entry,)).x
         # find_root stops within rounding of a root that is an integer
-        return torch.from_numpy(np.where(excess(zero, entry) >= 0, 0, np.ceil(root - 1e-6))).to(device)
+        y = np.where(excess(zero, entry) >= 0, 0, np.ceil(root - 1e-6))
+        return torch.from_numpy(self.smallest + y).to(device)
+
+    def relative_median(self, f_mean, f_variance):
+        uniform = SobolEngine(3, scramble=True, seed=0).draw(SAMPLES, dtype=torch.float64).clamp(1e-9, 1 - 1e-9)
+        u, v, w = uniform.split(1, 1)
+        # x is Poisson with a rate that is Gamma distributed
+        f = f_mean.cpu() + f_variance.cpu().sqrt() * torch.special.ndtri(u)
+        rate, w = gammaincinv(self.zeta, v.numpy()) * f.exp().numpy(), w.numpy()
+        y = np.where(pdtr(0, rate) >= w, 0, np.ceil(pdtrik(w, rate)))
+        x = self.smallest + torch.from_numpy(np.sort(y, 0))
+        weight = (1 / (x + 1)).cumsum(0)
+        middle = (weight < weight[-1] / 2).sum(0, keepdim=True)
+        return x.gather(0, middle).squeeze(0).to(f_mean)
 
     def sample(self, f):
         rate = torch.distributions.Gamma(self.zeta, torch.exp(-f)).sample()
-        return torch.poisson(rate)
+        return self.smallest + torch.poisson(rate)
 
     def intercept(self, values):
-        return log(max(values.sum().item(), 0.5) / (len(values) * self.zeta))
+        return log(max((values - self.smallest).sum().item(), 0.5) / (len(values) * self.known().zeta))
 
 
 @dataclass
@@ -227,6 +336,10 @@ class LatentGaussian(Predictive):
         """n independent draws of every entry."""
         noise = torch.randn(n, *self.f_mean.shape, dtype=self.f_mean.dtype, device=self.f_mean.device)
         return self.likelihood.sample(self.f_mean + self.f_variance.sqrt() * noise)
+
+    @property
+    def relative_median(self) -> Float[Tensor, "S"]:
+        return self.likelihood.relative_median(self.f_mean, self.f_variance)
 
     def plugin(self) -> "LatentGaussian":
         """f fixed at its mean, p(x | f = f_mean): what the paper's tables hold."""

@@ -61,9 +61,11 @@ class CompletionMetrics(nn.Module):
 
     binary: auc, nll, nll_plugin. count: rmse, mape, nll, nll_plugin, and rmse_plugin, mape_plugin.
 
-    nll is the mean of -log p(x) under the posterior predictive distribution, and rmse and mape are those of its mean.
-    The `_plugin` metrics are the same with f fixed at its posterior mean, which is what the paper's tables hold.
-    mape is the mean of |x - prediction| / (x + 1). Where the predictive has no log_prob, there are no nlls.
+    nll is the mean of -log p(x) under the posterior predictive distribution, rmse the relative error of its mean, and
+    mape the mean of |x - a| / (x + 1) for the summary a of that distribution that makes it smallest, see
+    `Predictive.relative_median`. The `_plugin` metrics, which the paper's tables hold, are of f fixed at its posterior
+    mean: nll_plugin, and for both errors the mean count at that f. Where the predictive has no log_prob, there are no
+    nlls.
 
     Parameters
     ----------
@@ -83,8 +85,8 @@ class CompletionMetrics(nn.Module):
             {name: makers.get(name.split("_")[0], Mean)(sync_on_compute=sync_on_compute) for name in names[kind]}
         )
 
-    def update(self, predictive: Predictive, x: Float[Tensor, "S"]) -> None:
-        """Add the entries with values `x`."""
+    def update(self, predictive: Predictive, x: Float[Tensor, "S"], mape: bool = True) -> None:
+        """Add the entries with values `x`; mape, which takes long, may be left out."""
         if self.kind == "binary":
             self.metrics["auc"].update(predictive.mean, x.long())
         for suffix, prediction in {"": predictive, "_plugin": predictive.plugin()}.items():
@@ -93,7 +95,9 @@ class CompletionMetrics(nn.Module):
                 self.metrics["nll" + suffix].update(-log_prob)
             if self.kind == "count":
                 self.metrics["rmse" + suffix].update(prediction.mean, x)
-                self.metrics["mape" + suffix].update((x - prediction.mean).abs() / (x + 1))
+                if suffix or mape:
+                    point = prediction.mean if suffix else prediction.relative_median
+                    self.metrics["mape" + suffix].update((x - point).abs() / (x + 1))
 
     def compute(self) -> dict[str, Float[Tensor, ""]]:
         """All metrics of the entries added since the last reset."""

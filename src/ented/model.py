@@ -4,28 +4,31 @@ Generative model of an entry with index (i_1, ..., i_D):
 
     z_i^(d) ~ N(0, I_R)                        factor row i of mode d
     m = [z_i1^(1), ..., z_iD^(D)]              factor rows side by side, in R^(D R)
-    f ~ GP(0, k),   x ~ p(x | f(m))            Bernoulli or negative binomial
+    f ~ GP(o, k),   x ~ p(x | f(m))            Bernoulli or negative binomial
 
-The factors Z and the inducing inputs X are point estimates; the inducing values have a Gaussian posterior. The bound
-that training climbs is
+The inducing inputs X are point estimates; the inducing values have a Gaussian posterior. The factors Z are point
+estimates, as in the paper, or have a Gaussian posterior too; the mean function o is zero, as in the paper, or more, see
+`ented.factors`. The bound that training climbs is
 
-    ELBO = sum_n bound(x_n; mu_n, s2_n) - KL(q | p) + log p(Z).
+    ELBO = sum_n bound(x_n; mu_n, s2_n) - KL(q | p) + log p(Z)
+
+where -KL(q(Z) | p(Z)) takes the place of log p(Z), and a draw of Z that of an expectation, if Z has a posterior.
 """
-
-from itertools import accumulate
-from math import log, pi
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from ented.distributed import all_reduce
+from ented.factors import FactorTable
 from ented.inducing import Features, InducingBlocks
 from ented.kernels import RBF
 from ented.likelihoods import LatentGaussian, PolyaGamma
 from ented.tensor import InputError
 from ented.variational import GaussianBlocks
+
+DRAWS = 32  # of factors that have a posterior, for a prediction
+NEAR = 0.2  # part of their initial spread at which inducing inputs lie around the factors of entries
 
 
 class FactorProcess(nn.Module):
@@ -39,8 +42,7 @@ class FactorProcess(nn.Module):
     init_std : standard deviation of the Gaussian that Z and X start from.
     jitter : added to the diagonal of k(X, X).
     kernel : covariance function.
-    sparse_gradients : whether a step leaves the factor rows alone that its batch does not hold. Each entry then carries
-        its share of its rows' prior, log p(z_i) / n_i for a row with n_i training entries, see `count_rows`.
+    sparse_gradients, posterior_std, mean : see `ented.factors.FactorTable`.
 
     Raises
     ------
@@ -56,73 +58,64 @@ class FactorProcess(nn.Module):
         jitter: float = 1e-4,
         kernel: RBF | None = None,
         sparse_gradients: bool = False,
+        posterior_std: float | None = None,
+        mean: str = "zero",
     ):
         super().__init__()
         for name, value in {"rank": rank, "inducing": inducing}.items():
             if value < 1:
                 raise InputError(f"{name}={value}: it must be at least 1")
-        self.shape = tuple(shape)
+        self.table = FactorTable(shape, rank, init_std, posterior_std, mean, sparse_gradients)
         self.kernel = kernel or RBF()
-        # the factor matrices of all modes, one below the other; row i of mode d is row offset_d + i
-        self.Z = nn.Parameter(init_std * torch.randn(sum(self.shape), rank))
-        self.inducing = InducingBlocks(inducing, len(self.shape) * rank, init_std, jitter)
-        self.register_buffer("offsets", torch.tensor([0, *accumulate(self.shape)][:-1]), persistent=False)
-        self.sparse_gradients = sparse_gradients
-        if sparse_gradients:
-            # the gradient's place, zero between the steps, see `ented.adam.RowAdam`
-            self.register_buffer("Z_bar", torch.zeros_like(self.Z), persistent=False)
-            self.register_buffer("row_counts", torch.ones(len(self.Z)))
+        self.inducing = InducingBlocks(inducing, len(shape) * rank, init_std, jitter)
         # not 0 once a factorisation has failed; read once an epoch, so that no step waits for the device
         self.register_buffer("failures", torch.zeros((), dtype=torch.long), persistent=False)
 
     @property
-    def factors(self) -> tuple[Float[Tensor, "... I R"], ...]:
-        """Factor matrix of each mode."""
-        return self.Z.detach().split(self.shape, -2)
+    def Z(self) -> nn.Parameter:
+        return self.table.Z
 
-    @torch.no_grad()
-    def count_rows(self, counts: Int[Tensor, "I"]) -> None:
-        """Take how many training entries each row has; one that has none is put where its prior is highest."""
-        self.row_counts.copy_(counts)
-        self.Z.mul_((self.row_counts > 0)[:, None])
-
-    def rows(self, indices: Int[Tensor, "... S D"]) -> Int[Tensor, "... S D"]:
-        """The entries' rows of Z."""
-        return indices + self.offsets
-
-    def features(self, indices: Int[Tensor, "... S D"]) -> Features:
-        """Whitened features of a batch, differentiable in Z and X."""
-        m = embedding(self.rows(indices), self.Z.flatten(0, -2)).flatten(-2)
-        return self.inducing(self.kernel, m)
+    def features(self, indices: Int[Tensor, "... S D"], noise: Float[Tensor, "... S D R"] | None = None) -> Features:
+        """Whitened features of a batch at a draw of its factors, differentiable in Z and X."""
+        draw = self.table.draw(indices, noise)
+        features = self.inducing(self.kernel, draw.z)
+        features.draw = draw
+        return features
 
     @torch.no_grad()
     def backward(
         self,
-        indices: Int[Tensor, "... S D"],
         features: Features,
         phi_bar: Float[Tensor, "... S P"],
         scale: float | Float[Tensor, "... S"],
+        mean_bar: Float[Tensor, "... S"] | None = None,
+        variance_bar: Float[Tensor, "... S"] | None = None,
+        others: dict[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        """Set the gradients of Z and X to those of a loss that has the derivative phi_bar in Phi, less log p(Z).
+        """Set all gradients: of a loss with these derivatives in Phi and in mean and variance of f, less log p(Z).
 
-        `scale` is what one entry of the batch stands for; with sparse gradients it is a number, and says how much of
-        the prior comes with the entry.
+        `scale` is what one entry of the batch stands for, see `FactorTable.gradients`; `others` are derivatives in
+        parameters that are not part of the prior of f.
         """
-        X_bar, M_bar = self.inducing.backward(self.kernel, features, phi_bar)
-        rows, M_bar = self.rows(indices), M_bar.reshape(*indices.shape, self.Z.shape[-1])
-        if self.sparse_gradients:
-            M_bar += (scale / self.row_counts[rows])[..., None] * self.Z[rows]
-            self.Z.grad = self.Z_bar.index_add_(0, rows.flatten(), M_bar.flatten(0, -2))
-            self.inducing.X.grad = X_bar
-            return
-        Z_bar = torch.zeros_like(self.Z)
-        Z_bar.flatten(0, -2).index_add_(0, rows.flatten(), M_bar.flatten(0, -2))
-        self.inducing.X.grad, Z_bar = all_reduce(X_bar, Z_bar)
-        self.Z.grad = Z_bar + self.Z
+        X_bar, z_bar, gradients = self.inducing.backward(self.kernel, features, phi_bar)
+        if self.kernel.learned:  # k_nn is a part of the variance
+            of_diagonal = variance_bar.sum(-1, keepdim=True) * self.kernel.log_variance.exp()
+            gradients[self.kernel.log_variance] = gradients[self.kernel.log_variance] + of_diagonal
+        gradients |= self.table.gradients(features.draw, z_bar, mean_bar, variance_bar, scale)
+        gradients |= {self.inducing.X: X_bar} | (others or {})
+        for parameter, gradient in zip(gradients, all_reduce(*gradients.values()), strict=True):
+            parameter.grad = gradient
+        self.table.add_prior()
+
+    @torch.no_grad()
+    def move_inducing(self, indices: Int[Tensor, "P D"]) -> None:
+        """Put the inducing inputs near the factors of P entries, one near each."""
+        X = self.inducing.X
+        X.mul_(NEAR).add_(self.table.draw(indices).z)
 
     def log_prior(self) -> Float[Tensor, "..."]:
-        """log p(Z), standard normal."""
-        return -0.5 * (self.Z.square() + log(2 * pi)).sum((-2, -1))
+        """log p(Z), or -KL(q(Z) | p(Z))."""
+        return self.table.log_prior()
 
 
 class ENTED(FactorProcess):
@@ -130,7 +123,7 @@ class ENTED(FactorProcess):
 
     Parameters
     ----------
-    shape, rank, init_std, jitter, kernel, sparse_gradients : see `FactorProcess`.
+    shape, rank, init_std, jitter, kernel, sparse_gradients, posterior_std, mean : see `FactorProcess`.
     likelihood : of an entry given f.
     inducing : inducing points in all blocks together.
     blocks : orthogonal blocks they are divided into: 2 is ENTED, 1 is GPTF-PG.
@@ -151,28 +144,53 @@ class ENTED(FactorProcess):
         jitter: float = 1e-4,
         kernel: RBF | None = None,
         sparse_gradients: bool = False,
+        posterior_std: float | None = None,
+        mean: str = "zero",
     ):
-        super().__init__(shape, rank, inducing, init_std, jitter, kernel, sparse_gradients)
+        super().__init__(shape, rank, inducing, init_std, jitter, kernel, sparse_gradients, posterior_std, mean)
         if blocks < 1:
             raise InputError(f"model.blocks={blocks}: it must be at least 1")
         if inducing % blocks:
             raise InputError(f"inducing={inducing} points cannot be divided into model.blocks={blocks} equal blocks")
         self.likelihood = likelihood
         self.q = GaussianBlocks(blocks, inducing // blocks)
+        self.has_mean = mean != "zero" or likelihood.learned
 
-    def predictive(self, indices: Int[Tensor, "... S D"]) -> LatentGaussian:
+    def moments(
+        self, features: Features
+    ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"], Float[Tensor, "... S P"]]:
+        """Mean and variance of f at each entry, and D_phi of `GaussianBlocks.moments`."""
+        mean, variance, D_phi = self.q.moments(features.phi, features.diagonal)
+        if self.has_mean:
+            mean, variance = mean + self.prior_mean(features), variance + features.draw.variance
+        return mean, variance, D_phi
+
+    def prior_mean(self, features: Features) -> Float[Tensor, "... S"]:
+        """o at each entry; the likelihood's part of it too."""
+        return features.draw.mean + self.likelihood.offset
+
+    def predictive(self, indices: Int[Tensor, "S D"]) -> LatentGaussian:
         """Predictive distribution of the entries at `indices`."""
-        with torch.no_grad():
-            features = self.features(indices)
-            mean, variance, _ = self.q.moments(features.phi, features.diagonal)
-        return LatentGaussian(self.likelihood, mean.double(), variance.double())
+        return LatentGaussian(self.likelihood.known(), *self.posterior(indices))
+
+    @torch.no_grad()
+    def posterior(self, indices: Int[Tensor, "... S D"]) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
+        """Mean and variance of f at `indices`, in float64; those over draws of Z, where Z has a posterior."""
+        draws = [self.features(indices, noise) for noise in self.table.prediction_noise(DRAWS)]
+        means, variances, _ = zip(*map(self.moments, draws), strict=True)
+        means = torch.stack(means)
+        variance = torch.stack(variances).mean(0) + means.var(0, correction=0)
+        return means.mean(0).double(), variance.double()
 
     def elbo(
-        self, indices: Int[Tensor, "... S D"], values: Float[Tensor, "... S"], total: int | None = None
+        self,
+        indices: Int[Tensor, "... S D"],
+        values: Float[Tensor, "... S"],
+        total: int | None = None,
+        noise: Float[Tensor, "... S D R"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """Bound on log p(x, Z); estimated from S of `total` entries where `total` is given."""
-        features = self.features(indices)
-        mean, variance, _ = self.q.moments(features.phi, features.diagonal)
+        """Bound on log p(x, Z); estimated from S of `total` entries where `total` is given, and from a draw of Z."""
+        mean, variance, _ = self.moments(self.features(indices, noise))
         scale = 1.0 if total is None else total / values.shape[-1]
         return scale * self.likelihood.bound(values, mean, variance).sum(-1) - self.q.kl() + self.log_prior()
 
@@ -183,17 +201,18 @@ class ENTED(FactorProcess):
         values: Float[Tensor, "... S"],
         scale: float | Float[Tensor, "... S"],
         rho: float | Float[Tensor, "..."],
+        noise: Float[Tensor, "... S D R"] | None = None,
     ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
-        """Natural gradient step on q(u); then set the gradients of Z and X, those of minus the bound.
+        """Natural gradient step on q(u); then set all gradients, those of minus the bound.
 
         `scale` is N / S: what one entry of the batch stands for. Where the fit has several processes, each has a part
-        of the batch; their sums make the step, and S counts all entries of the batch. Returns each entry's bound and
-        posterior mean of f, from after the step on q(u).
+        of the batch; their sums make the step, and S counts all entries of the batch. `noise` is standard normal, for
+        the draw of Z. Returns each entry's bound and posterior mean of f, from after the step on q(u).
         """
-        features = self.features(indices)
+        features = self.features(indices, noise)
         self.natural_gradient_step(features, values, scale, rho)
-        phi_bar, bound, mean = self.feature_gradient(features, values, scale)
-        self.backward(indices, features, phi_bar, scale)
+        phi_bar, mean_bar, variance_bar, others, bound, mean = self.gradients(features, values, scale)
+        self.backward(features, phi_bar, scale, mean_bar, variance_bar, others)
         return bound, mean
 
     @torch.no_grad()
@@ -206,34 +225,43 @@ class ENTED(FactorProcess):
     ) -> None:
         """Update q(omega), then move q(u) of every block by a natural gradient step of size rho."""
         phi = features.phi
-        mean, variance, _ = self.q.moments(phi, features.diagonal)
-        theta = self.likelihood.theta(values, mean, variance)
+        mean, variance, _ = self.moments(features)
+        theta, target = self.likelihood.sites(values, mean, variance)
         gram = phi.mT @ ((scale * theta)[..., None] * phi)
-        linear = (phi.mT @ (scale * self.likelihood.chi(values))[..., None]).squeeze(-1)
+        if self.has_mean:
+            target = target - theta * self.prior_mean(features)  # what is left for u
+        linear = (phi.mT @ (scale * target)[..., None]).squeeze(-1)
         info = self.q.natural_gradient_step(*all_reduce(gram, linear), rho)
         self.failures += info.sum(-1) + features.info
 
     @torch.no_grad()
-    def feature_gradient(
+    def gradients(
         self, features: Features, values: Float[Tensor, "... S"], scale: float | Float[Tensor, "... S"]
-    ) -> tuple[Float[Tensor, "... S P"], Float[Tensor, "... S"], Float[Tensor, "... S"]]:
-        """Derivative of minus the bound in the features, with q held fixed: what reaches Z and X goes through them.
+    ) -> tuple[Tensor, Tensor, Tensor, dict[nn.Parameter, Tensor], Tensor, Tensor]:
+        """Derivatives of minus the bound, with q held fixed: what reaches Z, X and the kernel goes through them.
 
-        q(omega) is optimal for q(u), so the bound's gradient does not pass through it (envelope theorem); neither the
-        KL nor k(m, m) depends on Z and X. For the features of entry n in block i it is
+        q(omega) is optimal for q(u), so the bound's gradient does not pass through it (envelope theorem), and the KL
+        does not depend on the others. With D_i = S_i - I, the derivatives are, for entry n,
 
-            -scale ((chi_n - theta_n mu_n) m_i - theta_n D_i phi_in),    D_i = S_i - I.
+            mean of f:      scale (theta_n mu_n - chi_n)
+            variance of f:  scale theta_n / 2
+            phi_in:         scale ((theta_n mu_n - chi_n) m_i + theta_n D_i phi_in).
 
         Returns
         -------
-        phi_bar : this derivative.
+        phi_bar, mean_bar, variance_bar : these.
+        others : those in the likelihood's parameters.
         bound : of each entry at the current q.
         mean : posterior mean of f at each entry.
         """
-        mean, variance, D_phi = self.q.moments(features.phi, features.diagonal)
-        theta = self.likelihood.theta(values, mean, variance)
+        mean, variance, D_phi = self.moments(features)
+        theta, target = self.likelihood.sites(values, mean, variance)
         bound = self.likelihood.bound(values, mean, variance)
-        mean_bar = scale * (theta * mean - self.likelihood.chi(values))
+        mean_bar = scale * (theta * mean - target)
         phi_bar = D_phi.mul_((scale * theta)[..., None])
         phi_bar.addcmul_(mean_bar[..., None], self.q.mean.flatten(-2)[..., None, :])
-        return phi_bar, bound, mean
+        others = {}
+        if self.likelihood.learned:  # the offset is -log zeta
+            slope = scale * self.likelihood.slope(values, mean, variance)
+            others[self.likelihood.log_zeta] = -(slope + mean_bar).sum(-1, keepdim=True)
+        return phi_bar, mean_bar, scale * theta / 2, others, bound, mean

@@ -22,6 +22,11 @@ class Predictive(ABC):
     def mean(self) -> Float[Tensor, "S"]:
         """Expected value: the probability of a one, or the expected count."""
 
+    @property
+    def relative_median(self) -> Float[Tensor, "S"]:
+        """The median under p(x) / (x + 1), which has the lowest E|x - a| / (x + 1); or the mean, if it is not known."""
+        return self.mean
+
     @abstractmethod
     def log_prob(self, values: Float[Tensor, "S"]) -> Float[Tensor, "S"] | None:
         """log p(values), or None where the method has no distribution."""

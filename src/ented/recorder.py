@@ -109,12 +109,12 @@ def held_out_score(rows: list[dict[str, float]]) -> str:
     return "val_nll" if "val_nll" in rows[0] else "val_rmse"
 
 
-def best_epoch(rows: list[dict[str, float]], patience: int) -> int:
+def best_epoch(rows: list[dict[str, float]], patience: int | None) -> int:
     """Number of epochs, from 1, with the lowest held-out score before `patience` epochs passed without a lower one."""
     best, score = 0, held_out_score(rows)
     for epoch, row in enumerate(rows):
         if row[score] < rows[best][score]:
             best = epoch
-        if epoch - best >= patience:
+        if patience is not None and epoch - best >= patience:
             break
     return best + 1

@@ -7,7 +7,6 @@ entries of scale 0 and steps of size 0, which leave it as it was.
 """
 
 import copy
-from dataclasses import replace
 
 import lightning as L
 import torch
@@ -18,8 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ented.adam import ReplicaAdam
-from ented.datamodule import COODataModule
-from ented.lightning import MILESTONE_FACTOR, ENTEDModule, check_numbers, milestone_epochs, warn_of_many_points
+from ented.datamodule import COODataModule, generator
+from ented.lightning import ENTEDModule, check_numbers, warn_of_many_points
+from ented.likelihoods import LatentGaussian
 from ented.model import ENTED
 from ented.recorder import History
 from ented.tensor import COOTensor
@@ -35,8 +35,9 @@ def stack(models: list[ENTED]) -> ENTED:
         stacked = torch.stack([getattr(model.get_submodule(path), leaf).detach() for model in models])
         setattr(together.get_submodule(path), leaf, nn.Parameter(stacked) if tensor.requires_grad else stacked)
     # row i of mode d of replica b is row b I + offset_d + i of all factor matrices, one below the other
-    replica = torch.arange(len(models), device=together.offsets.device)[:, None, None]
-    together.offsets = together.offsets[:, None] + replica * together.Z.shape[-2]
+    table = together.table
+    replica = torch.arange(len(models), device=table.offsets.device)[:, None, None]
+    table.offsets = table.offsets[:, None] + replica * table.Z.shape[-2]
     return together
 
 
@@ -157,31 +158,44 @@ class ReplicasModule(L.LightningModule):
     def on_train_epoch_start(self) -> None:
         self.bound_sum.zero_()
         self.log_prob_sum.zero_()
-        milestones = self.replicas[0].milestones
-        passed = [
-            sum(self.current_epoch >= epoch for epoch in milestone_epochs(milestones, history.epochs))
-            for history in self.histories
-        ]
+        epoch, replicas = self.current_epoch, self.trainer.datamodule.replicas
+        self.random = [generator(replica.seed, epoch, 4) for replica in replicas]
+        pairs = zip(self.replicas, self.histories, strict=True)
         (group,) = self.optimizers().param_groups
-        group["lr"] = self.lr * MILESTONE_FACTOR ** torch.tensor(passed).to(self.lr)
+        group["lr"] = self.lr * self.lr.new_tensor([module.decay(epoch, history.epochs) for module, history in pairs])
+        self.rho_now = self.rho * self.rho.new_tensor([module.anneal(epoch) for module in self.replicas])
 
-    def training_step(self, batch: ReplicaBatch, _) -> None:
+    def noise(self, batch_index: int, size: int) -> Float[Tensor, "B S D R"] | None:
+        """For the draw of each replica's factors: what it would draw by itself, and zeros where it has no entries."""
+        table, draws = self.model.table, []
+        if not table.variational:
+            return None
+        for random, replica in zip(self.random, self.trainer.datamodule.replicas, strict=True):
+            entries = replica.sizes[batch_index] if batch_index < len(replica.sizes) else 0
+            draw = torch.randn(entries, len(table.shape), table.rank, generator=random, dtype=table.Z.dtype)
+            draws.append(pad(draw, (0, 0, 0, 0, 0, size - entries)))
+        return torch.stack(draws).to(self.device, non_blocking=True)
+
+    def training_step(self, batch: ReplicaBatch, batch_index: int) -> None:
         indices, values, scale = batch
         present = scale > 0
         active = present.any(-1)
-        bound, mean = self.step(indices, values, scale, self.rho * active)
+        bound, mean = self.step(
+            indices, values, scale, self.rho_now * active, self.noise(batch_index, values.shape[-1])
+        )
         self.optimizers().step(active=active)
         self.bound_sum += (bound * present).sum(-1)
         self.log_prob_sum += (self.model.likelihood.log_prob(values, mean) * present).sum(-1)
 
     def validation_step(self, batch: ReplicaBatch, _) -> None:
         indices, values, scale = batch
-        latent = self.model.predictive(indices)
+        means, variances = self.model.posterior(indices)
         # what fills up stands last; here the host waits for the device
         for i, present in enumerate((scale > 0).sum(-1).tolist()):
             if present:
-                own = replace(latent, f_mean=latent.f_mean[i, :present], f_variance=latent.f_variance[i, :present])
-                self.metrics[i].update(own, values[i, :present])
+                likelihood = self.model.likelihood.known(i)
+                latent = LatentGaussian(likelihood, means[i, :present], variances[i, :present])
+                self.metrics[i].update(latent, values[i, :present], mape=False)
 
     def on_validation_start(self) -> None:
         check_numbers(self.model, self.bound_sum, self.lr, self.current_epoch)
@@ -193,11 +207,14 @@ class ReplicasModule(L.LightningModule):
         """What each replica says of the epoch that has just ended, as `ENTEDModule` does."""
         with torch.no_grad():
             elbo = self.bound_sum - self.model.q.kl() + self.model.log_prior()
-        nll = -self.log_prob_sum / self.entries
+        of_epoch = {"elbo": elbo, "train_nll_plugin": -self.log_prob_sum / self.entries}
+        if self.model.likelihood.learned:
+            of_epoch["zeta"] = self.model.likelihood.zeta.squeeze(-1)
+        of_epoch = {name: numbers.tolist() for name, numbers in of_epoch.items()}
         rows = []
-        for metrics, *of_epoch in zip(self.metrics, elbo.tolist(), nll.tolist(), strict=True):
+        for i, metrics in enumerate(self.metrics):
             held_out = {f"val_{name}": value.item() for name, value in metrics.compute().items()}
-            rows.append(held_out | dict(zip(("elbo", "train_nll_plugin"), of_epoch, strict=True)))
+            rows.append(held_out | {name: numbers[i] for name, numbers in of_epoch.items()})
             metrics.reset()
         return rows
 

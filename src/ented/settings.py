@@ -30,13 +30,30 @@ def shares(value) -> bool:
 # what a setting must be -> the settings that must be it, and how that is seen
 RULES = {
     "a whole number from 1": (
-        ["rank", "inducing", "epochs", "protocol.patience"]
-        + ["model.blocks", "model.inner", "model.sample", "model.newton_steps", "model.channels", "model.inputs"],
+        [
+            "rank",
+            "inducing",
+            "model.blocks",
+            "model.inner",
+            "model.sample",
+            "model.newton_steps",
+            "model.channels",
+            "model.inputs",
+        ],
         lambda value: whole(value) and value >= 1,
     ),
     "a whole number from 0": (["dataset.source.workers"], lambda value: whole(value) and value >= 0),
     "a whole number from 1 to 1024": (["threads"], lambda value: whole(value) and 1 <= value <= 1024),
-    "a whole number from 1, or all": (["batch_size"], lambda value: value == "all" or whole(value) and value >= 1),
+    "a whole number from 1, or auto": (["epochs"], lambda value: value == "auto" or whole(value) and value >= 1),
+    "a whole number from 1, or null": (
+        ["protocol.patience"],
+        lambda value: value is None or whole(value) and value >= 1,
+    ),
+    "a whole number from 1, all or auto": (
+        ["batch_size"],
+        lambda value: value in ("all", "auto") or whole(value) and value >= 1,
+    ),
+    "0, 1 or auto": (["likelihood.smallest"], lambda value: value == "auto" or type(value) is int and value in (0, 1)),
     "a whole number from 0 to 2^32 - 1, or a list of different ones": (
         ["seed"],
         lambda value: one_or_several(value, lambda seed: whole(seed) and 0 <= seed < 2**32),
@@ -50,7 +67,15 @@ RULES = {
         lambda value: isinstance(value, list) and all(whole(width) and width >= 1 for width in value),
     ),
     "a number above 0": (
-        ["model.init_std", "model.init_scale", "model.alpha", "model.kappa", "model.a_delta"]
+        [
+            "model.init_std",
+            "model.posterior_std",
+            "model.lengthscale",
+            "model.init_scale",
+            "model.alpha",
+            "model.kappa",
+            "model.a_delta",
+        ]
         + ["model.ard_shape", "model.ard_rate", "model.offset_precision"],
         lambda value: number(value) and value > 0,
     ),
@@ -64,11 +89,18 @@ RULES = {
     ),
     "a number from 0 and below 1": (["protocol.held_out"], lambda value: number(value) and 0 <= value < 1),
     "masked or zeros": (["missing", "model.missing"], lambda value: value in ("masked", "zeros")),
+    "map or variational": (["model.factors"], lambda value: value in ("map", "variational")),
+    "fixed, rbf or ard": (["model.kernel"], lambda value: value in ("fixed", "rbf", "ard")),
+    "gaussian or data": (["model.inducing_inputs"], lambda value: value in ("gaussian", "data")),
+    "zero, constant or effects": (["model.mean"], lambda value: value in ("zero", "constant", "effects")),
     "poisson or likelihood": (["model.regression"], lambda value: value in ("poisson", "likelihood")),
     "arithmetic or geometric": (["model.estimate"], lambda value: value in ("arithmetic", "geometric")),
     "a list of shares of the epochs, each above 0 and at most 1": (["protocol.milestones", "model.milestones"], shares),
     "a number or all": (["fold"], lambda value: value == "all" or whole(value)),
-    "true or false": (["force", "model.sparse_gradients"], lambda value: type(value) is bool),
+    "true or false": (
+        ["force", "model.sparse_gradients", "model.annealing", "likelihood.learned", "likelihood.quadrature"],
+        lambda value: type(value) is bool,
+    ),
     "false, or true where there is a C++ compiler": (
         ["compile"],
         lambda value: type(value) is bool and (not value or any(map(shutil.which, ("g++", "clang++")))),

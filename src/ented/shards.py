@@ -169,9 +169,10 @@ class Shards:
         return self.entries
 
     @cached_property
-    def largest(self) -> float:
-        """Largest value. All entries are read for it, and so what is wrong in one of them is found."""
-        return max(block.read(self.shape)[1].max().item() for block in self.blocks)
+    def range(self) -> tuple[float, float]:
+        """Smallest and largest value. All entries are read for it, and so what is wrong in one of them is found."""
+        of_blocks = [block.read(self.shape)[1].aminmax() for block in self.blocks]
+        return min(found.min.item() for found in of_blocks), max(found.max.item() for found in of_blocks)
 
     def read(self, order: Iterable[int], start: int, stop: int) -> Iterator[Batch]:
         """Entries `start` to `stop` of the blocks in the given order, in one piece from each block."""

@@ -25,8 +25,8 @@ class TrainingEntries(Protocol):
     def __len__(self) -> int: ...
 
     @property
-    def largest(self) -> float:
-        """Largest value."""
+    def range(self) -> tuple[float, float]:
+        """Smallest and largest value."""
 
     def sample(self) -> "COOTensor":
         """As many entries as fit in memory."""
@@ -112,11 +112,11 @@ class COOTensor:
     @property
     def is_binary(self) -> bool:
         """Whether all values are 0 or 1."""
-        return self.largest <= 1
+        return self.range[1] <= 1
 
     @property
-    def largest(self) -> float:
-        return self.values.max().item()
+    def range(self) -> tuple[float, float]:
+        return self.values.min().item(), self.values.max().item()
 
     def fingerprint(self) -> str:
         content = hashlib.sha256(repr(self.shape).encode())

@@ -81,7 +81,7 @@ class Dataset(ABC):
             choices = ", ".join(map(str, range(self.folds)))
             raise InputError(f"{self.name} has no fold {fold}; choose from {choices}")
         train, test = self.read(fold)
-        largest = max(train.largest, test.largest)
+        largest = max(train.range[1], test.range[1])
         if self.kind == "binary" and largest > 1:
             raise InputError(f"{self.name}, fold {fold}: a binary dataset holds the value {largest:g}; set kind: count")
         return self.clean(fold, train, test), test

@@ -1,0 +1,172 @@
+"""The factor table Z: a row for each index of each mode, and what is known of it.
+
+Row i of mode d holds the R factors z_i^(d) and, with main effects, one number a_i^(d) more; all are N(0, 1) a priori.
+They are point estimates, or have a mean-field Gaussian posterior: then Z holds the means, and in as many further
+columns the logarithms of the standard deviations. The factors enter the kernel. The effects make the mean of f,
+
+    o_n = a_0 + sum_d tau_d a_{i_d}^(d),
+
+whose constant a_0 and scales tau_d are point estimates.
+
+A minibatch draws z = mean + std * noise anew for each of its entries, so that the gradient passes through the draw
+(Kingma and Welling 2014). Effects need no draw: f is linear in them, and their variance adds to that of f.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from math import log, pi
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from torch.quasirandom import SobolEngine
+
+
+@dataclass
+class Draw:
+    """What S entries have of the table."""
+
+    rows: Int[Tensor, "... S D"]  # of Z
+    z: Float[Tensor, "... S Q"]  # the drawn factors side by side, Q = D R
+    mean: Float[Tensor, "... S"] | float  # of o
+    variance: Float[Tensor, "... S"] | float
+    # and what the backward pass takes up again
+    values: Float[Tensor, "... S D W"]  # the rows of Z
+    deviation: Float[Tensor, "... S D R"] | None  # z less its mean
+
+
+class FactorTable(nn.Module):
+    """See above.
+
+    Parameters
+    ----------
+    shape : sizes I_1, ..., I_D of the tensor's modes.
+    rank : factors in a row, R.
+    init_std : standard deviation of the Gaussian that the factors, or their means, start from; the effects start at 0.
+    posterior_std : what the standard deviations start from; None for point estimates.
+    mean : the mean function o: "zero", "constant" for a learned a_0, or "effects" for all of it.
+    sparse_gradients : whether a step leaves the rows alone that its batch does not hold. Each entry then carries its
+        share of its rows' prior, log p(z_i) / n_i for a row with n_i training entries, see `count_rows`.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        rank: int,
+        init_std: float,
+        posterior_std: float | None = None,
+        mean: Literal["zero", "constant", "effects"] = "zero",
+        sparse_gradients: bool = False,
+    ):
+        super().__init__()
+        self.shape, self.rank, self.effects = tuple(shape), rank, mean == "effects"
+        self.variational, self.sparse_gradients = posterior_std is not None, sparse_gradients
+        rows, self.means = sum(shape), rank + self.effects
+        columns = [init_std * torch.randn(rows, rank), torch.zeros(rows, int(self.effects))]
+        if self.variational:
+            columns.append(torch.full((rows, self.means), log(posterior_std)))
+        # the rows of all modes, one below the other; row i of mode d is row offset_d + i
+        self.Z = nn.Parameter(torch.cat(columns, 1))
+        self.register_buffer("offsets", torch.tensor([0, *accumulate(self.shape)][:-1]), persistent=False)
+        self.constant = nn.Parameter(torch.zeros(1)) if mean != "zero" else None
+        if self.effects:
+            self.log_tau = nn.Parameter(torch.zeros(len(shape)))
+        if sparse_gradients:
+            # the gradient's place, zero between the steps, see `ented.adam.RowAdam`
+            self.register_buffer("Z_bar", torch.zeros_like(self.Z), persistent=False)
+            self.register_buffer("row_counts", torch.ones(rows))
+
+    @torch.no_grad()
+    def count_rows(self, counts: Int[Tensor, "I"]) -> None:
+        """Take how many training entries each row has; one that has none is put where its prior is highest."""
+        self.row_counts.copy_(counts)
+        self.Z.mul_((self.row_counts > 0)[:, None])  # a mean of 0 and a standard deviation of 1
+
+    def rows(self, indices: Int[Tensor, "... S D"]) -> Int[Tensor, "... S D"]:
+        """The entries' rows of Z."""
+        return indices + self.offsets
+
+    def draw(self, indices: Int[Tensor, "... S D"], noise: Float[Tensor, "... S D R"] | None = None) -> Draw:
+        """The factors of a batch, at their means where there is no noise, and the mean function."""
+        rows = self.rows(indices)
+        values = embedding(rows, self.Z.flatten(0, -2))
+        z, deviation = values[..., : self.rank], None
+        if self.variational and noise is not None:
+            deviation = values[..., self.means : self.means + self.rank].exp() * noise
+            z = z + deviation
+        mean, variance = 0.0 if self.constant is None else self.constant, 0.0
+        if self.effects:
+            tau = self.log_tau.exp()[..., None, :]
+            mean = mean + (tau * values[..., self.rank]).sum(-1)
+            if self.variational:
+                variance = (tau * values[..., -1].exp()).square().sum(-1)
+        return Draw(rows, z.flatten(-2), mean, variance, values, deviation)
+
+    def prediction_noise(self, draws: int) -> list[Float[Tensor, "D R"] | None]:
+        """For draws that stand for the posterior, always the same: quantiles at the points of a Sobol sequence."""
+        if not self.variational:
+            return [None]
+        inputs = len(self.shape) * self.rank
+        uniform = SobolEngine(inputs, scramble=True, seed=0).draw(draws, dtype=torch.float64)
+        noise = torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9)).to(self.Z)
+        return [*noise.unflatten(-1, (len(self.shape), self.rank))]
+
+    def gradients(
+        self,
+        draw: Draw,
+        z_bar: Float[Tensor, "... S Q"],
+        mean_bar: Float[Tensor, "... S"] | None,
+        variance_bar: Float[Tensor, "... S"] | None,
+        scale: float | Float[Tensor, "... S"],
+    ) -> dict[nn.Parameter, Float[Tensor, "..."]]:
+        """Of a loss that has these derivatives in what was drawn, less the prior's part, see `add_prior`.
+
+        `scale` is what one entry of the batch stands for; with sparse gradients it is a number, and says how much of
+        the prior comes with the entry.
+        """
+        z_bar = z_bar.unflatten(-1, (-1, self.rank))
+        columns, found = [z_bar], {}
+        if self.constant is not None:
+            found[self.constant] = mean_bar.sum(-1, keepdim=True)
+        if self.effects:
+            tau = self.log_tau.exp()[..., None, :]
+            a_bar = tau * mean_bar[..., None]
+            columns.append(a_bar[..., None])
+            of_tau = a_bar * draw.values[..., self.rank]
+        if self.variational:
+            columns.append(z_bar * draw.deviation)
+            if self.effects:
+                s_bar = 2 * (tau * draw.values[..., -1].exp()).square() * variance_bar[..., None]
+                columns.append(s_bar[..., None])
+                of_tau = of_tau + s_bar
+        if self.effects:
+            found[self.log_tau] = of_tau.sum(-2)
+        values_bar = torch.cat(columns, -1) if len(columns) > 1 else z_bar
+        if self.sparse_gradients:
+            share = (scale / self.row_counts[draw.rows])[..., None]
+            values_bar = values_bar + share * self._prior_gradient(draw.values)
+            Z_bar = self.Z_bar
+        else:
+            Z_bar = torch.zeros_like(self.Z)
+        Z_bar.flatten(0, -2).index_add_(0, draw.rows.flatten(), values_bar.flatten(0, -2))
+        return found | {self.Z: Z_bar}
+
+    def add_prior(self) -> None:
+        """Add the gradient of minus `log_prior`, unless the entries have brought it."""
+        if not self.sparse_gradients:
+            self.Z.grad = self.Z.grad + self._prior_gradient(self.Z)
+
+    def _prior_gradient(self, values: Float[Tensor, "... W"]) -> Float[Tensor, "... W"]:
+        if not self.variational:
+            return values
+        mean, log_std = values.tensor_split([self.means], -1)
+        return torch.cat([mean, (2 * log_std).exp() - 1], -1)
+
+    def log_prior(self) -> Float[Tensor, "..."]:
+        """log p of the point estimates, or -KL(q | p) of the posterior."""
+        mean, log_std = self.Z.tensor_split([self.means], -1)
+        if not self.variational:
+            return -0.5 * (mean.square() + log(2 * pi)).sum((-2, -1))
+        return -0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std).sum((-2, -1))

@@ -1,0 +1,134 @@
+"""The factor table: draws, gradients and prior, against automatic differentiation and torch.distributions."""
+
+import pytest
+import torch
+from torch.distributions import Normal, kl_divergence
+
+from ented.factors import FactorTable
+from ented.kernels import RBF
+from ented.likelihoods import Bernoulli, NegativeBinomial
+from ented.model import ENTED
+
+SHAPE, RANK, ENTRIES = (4, 3, 5), 2, 12
+INPUTS = len(SHAPE) * RANK
+means = pytest.mark.parametrize("mean", ["zero", "constant", "effects"])
+stds = pytest.mark.parametrize("std", [None, 0.3])
+
+
+def make(std, mean, leading=(), sparse_gradients=False) -> FactorTable:
+    """A table away from its initial values."""
+    torch.manual_seed(0)
+    table = FactorTable(SHAPE, RANK, 1.0, std, mean, sparse_gradients)
+    for parameter in table.parameters():
+        parameter.data = parameter + 0.2 * torch.randn(*leading, *parameter.shape)
+    return table
+
+
+def entries(leading=()):
+    return torch.stack([torch.randint(size, (*leading, ENTRIES)) for size in SHAPE], -1)
+
+
+def test_rows_are_those_of_each_mode(float64):
+    table = FactorTable(SHAPE, RANK, 1.0)
+    table.Z.data = torch.arange(24.0).reshape(12, 2)
+    draw = table.draw(torch.tensor([[0, 0, 0], [3, 2, 4]]))
+    assert draw.z.tolist() == [[0, 1, 8, 9, 14, 15], [6, 7, 12, 13, 22, 23]]
+    assert draw.mean == draw.variance == 0
+
+
+@means
+def test_a_draw_has_the_posterior_of_its_rows(float64, mean):
+    """Moments over many draws of z; those of o in closed form, from a loop over rows."""
+    table, indices = make(0.3, mean), entries()
+    noise = torch.randn(20_000, 1, len(SHAPE), RANK)
+    with torch.no_grad():
+        draws = torch.stack([table.draw(indices, n.expand(ENTRIES, -1, -1)).z for n in noise])
+        draw = table.draw(indices)
+        columns = table.Z.split([RANK, *[1] * (mean == "effects"), RANK, *[1] * (mean == "effects")], 1)
+    Z, log_std = (columns[0], columns[2]) if mean == "effects" else columns
+    offsets = [0, SHAPE[0], SHAPE[0] + SHAPE[1]]
+    for n, cell in enumerate(indices.tolist()):
+        rows = [offset + i for offset, i in zip(offsets, cell, strict=True)]
+        torch.testing.assert_close(draw.z[n], torch.cat([Z[row] for row in rows]))
+        std = torch.cat([log_std[row].exp() for row in rows])
+        torch.testing.assert_close(draws[:, n].mean(0), draw.z[n], rtol=0, atol=0.015)
+        torch.testing.assert_close(draws[:, n].std(0), std, rtol=0.03, atol=0)
+        constant = 0 if mean == "zero" else table.constant.item()
+        expected, variance = constant, 0.0
+        if mean == "effects":
+            for tau, row in zip(table.log_tau.exp().tolist(), rows, strict=True):
+                expected += tau * columns[1][row].item()
+                variance += (tau * columns[3][row].exp().item()) ** 2
+        found = [torch.as_tensor(moment).expand(ENTRIES)[n].item() for moment in (draw.mean, draw.variance)]
+        assert found == pytest.approx([expected, variance])
+
+
+@means
+@stds
+def test_the_prior_is_standard_normal(float64, std, mean):
+    table = make(std, mean)
+    values, log_std = table.Z.tensor_split([RANK + (mean == "effects")], 1)
+    prior = Normal(torch.zeros_like(values), 1.0)
+    expected = -kl_divergence(Normal(values, log_std.exp()), prior) if std else prior.log_prob(values)
+    torch.testing.assert_close(table.log_prior(), expected.sum())
+
+
+@pytest.mark.parametrize("sparse_gradients", [False, True])
+@pytest.mark.parametrize("kernel", ["fixed", "rbf", "ard"])
+@pytest.mark.parametrize("count", [None, {}, {"learned": True, "smallest": 1}, {"learned": True, "quadrature": True}])
+@means
+@stds
+def test_gradients_are_those_of_the_bound(float64, std, mean, count, kernel, sparse_gradients):
+    """After a step on q, of all parameters, by automatic differentiation of `elbo` at the same draw."""
+    torch.manual_seed(0)
+    covariance = {"fixed": RBF(1.3, 0.8), "rbf": RBF(1.3, 0.8, 1, True), "ard": RBF(1.3, 0.8, INPUTS, True)}[kernel]
+    likelihood = Bernoulli() if count is None else NegativeBinomial(6.0, **count)
+    model = ENTED(SHAPE, likelihood, RANK, 6, 2, 1.0, 1e-2, covariance, sparse_gradients, std, mean)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    indices, values = (
+        entries(),
+        1 + torch.randint(2, (ENTRIES,)).double() if count else torch.randint(2, (ENTRIES,)).double(),
+    )
+    noise = torch.randn(ENTRIES, len(SHAPE), RANK) if std else None
+    if sparse_gradients:
+        counts = [indices[:, mode].bincount(minlength=size) for mode, size in enumerate(SHAPE)]
+        model.table.count_rows(torch.cat(counts))
+    model.step(indices, values, 1.0, 0.3, noise)
+    actual = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    (-model.elbo(indices, values, ENTRIES, noise)).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # under quadrature the derivative in the variance is that of the expectation, not that of the rule
+    rtol, atol = (2e-3, 2e-3) if likelihood.quadrature else (1e-8, 1e-10)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+@means
+@stds
+def test_leading_dimensions_equal_a_loop(float64, std, mean):
+    table, indices = make(std, mean, leading=(2,)), entries((2,))
+    noise = torch.randn(2, ENTRIES, len(SHAPE), RANK)
+    together = FactorTable.draw(shifted(table), indices, noise)
+    for i in range(2):
+        single = make(std, mean)
+        for name, parameter in single.named_parameters():
+            parameter.data = table.get_parameter(name)[i]
+        draw = single.draw(indices[i], noise[i])
+        torch.testing.assert_close(together.z[i], draw.z)
+        for name in "mean", "variance":
+            both, one = (torch.as_tensor(getattr(of, name)) for of in (together, draw))
+            torch.testing.assert_close(both.expand(2, ENTRIES)[i], one.expand(ENTRIES))
+
+
+def shifted(table: FactorTable) -> FactorTable:
+    """With the offsets that `ented.replicas.stack` gives it."""
+    table.offsets = table.offsets + sum(SHAPE) * torch.arange(2)[:, None, None]
+    return table
+
+
+def test_the_noise_of_predictions_is_standard_normal(float64):
+    noise = torch.stack(FactorTable(SHAPE, RANK, 1.0, 0.1).prediction_noise(1024))
+    assert noise.mean(0).abs().max() < 0.02 and (noise.std(0) - 1).abs().max() < 0.02
+    again = torch.stack(FactorTable(SHAPE, RANK, 1.0, 0.1).prediction_noise(1024))
+    assert torch.equal(noise, again)

@@ -4,6 +4,8 @@ python src/report.py                              table of all runs below runs/
 python src/report.py --csv results/runs.csv       and every number, one row a fold and metric
 python src/report.py results/baselines.csv --compare results/paper.csv
                                                   means beside published ones, from such a CSV or from run folders
+python src/report.py results/ented.csv --compare results/paper.csv --rivals results/baselines.csv
+                                                  each mean beside the method's published one and the best of the rivals
 python src/report.py --figure RUN.png --run runs/flights/ented/rank=3/fold=0/seed=0
 """
 
@@ -19,6 +21,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import yaml
+from scipy.stats import ttest_rel
 
 from ented.runs import read_json
 
@@ -113,6 +116,47 @@ def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> str:
     return "\n\n".join(parts)
 
 
+def beside(numbers: pd.DataFrame, published: pd.DataFrame, rivals: pd.DataFrame) -> str:
+    """A line for each dataset, rank and metric: the published mean of the method, ours, and the best rival's.
+
+    Of the rivals' runs those of the same protocol count, with absent cells masked. nll is the plug-in one, which the
+    published is; rmse and mape are those of the best summary of the predictive distribution, and the plug-in one stands
+    beside them. p is that of a paired t-test over the folds that both have.
+    """
+    published = published.assign(model=published.method.str.lower())
+    published = published.set_index(["dataset", "model", "rank", "metric"])[["mean", "std"]]
+    rivals = rivals[rivals.missing == "masked"]
+    rows = []
+    for (dataset, rank, model, protocol), cell in numbers.groupby(["dataset", "rank", "model", "protocol"], sort=False):
+        others = rivals[(rivals.dataset == dataset) & (rivals.protocol == protocol)]
+        others = others[others["rank"].isna() | (others["rank"] == rank)]
+        for metric in ["auc", "nll_plugin"] if (cell.metric == "auc").any() else ["rmse", "mape", "nll_plugin"]:
+            name, sign = metric.removesuffix("_plugin"), -1 if metric == "auc" else 1
+            by_fold = cell[cell.metric == metric].groupby("fold").value.mean()
+            values = cell[cell.metric == metric].value
+            row = {"dataset": dataset, "rank": rank, "metric": name}
+            key = (dataset, model, rank, name)
+            paper = published.loc[key] if key in published.index else None
+            row["published"] = "–" if paper is None else plus_minus(paper["mean"], paper["std"])
+            row[model] = spread(values)
+            plugin = cell[cell.metric == f"{name}_plugin"].value
+            row["plug-in"] = spread(plugin) if metric != "auc" else ""
+            means = (sign * others[others.metric == metric].groupby("model").value.mean()).sort_values()
+            row["best rival"], row["p"] = "–", ""
+            ahead = ["published"] if paper is not None and sign * values.mean() < sign * paper["mean"] else []
+            if len(means):
+                best = others[(others.model == means.index[0]) & (others.metric == metric)]
+                row["best rival"] = f"{means.index[0]} {spread(best.value)}"
+                pairs = pd.concat([by_fold, best.groupby("fold").value.mean()], axis=1).dropna()
+                if len(pairs) > 1:
+                    row["p"] = f"{ttest_rel(pairs.iloc[:, 0], pairs.iloc[:, 1]).pvalue:.2g}"
+                ahead += ["rivals"] if sign * values.mean() < means.iloc[0] else []
+            row["ahead of"] = " and ".join(ahead) or "none"
+            row["runs"] = len(values)
+            rows.append(row)
+    return markdown(pd.DataFrame(rows))
+
+
 def mark(metric: str, ours: float, mean: float, std: float) -> str:
     """ " +" or " -" where two numbers are more than two standard deviations apart; only the AUC is better if higher."""
     if not abs(ours - mean) > 2 * std:
@@ -170,6 +214,7 @@ def main() -> None:
     parser.add_argument("source", nargs="?", type=Path, default=Path("runs"), help="root of the run folders, or a CSV")
     parser.add_argument("--csv", type=Path, help="file for all numbers")
     parser.add_argument("--compare", type=Path, help="CSV of published means and standard deviations")
+    parser.add_argument("--rivals", type=Path, help="with --compare: CSV or run folders of other methods")
     parser.add_argument("--figure", type=Path, help="file for the figure of one run of counts")
     parser.add_argument("--run", type=Path, help="folder of that run")
     arguments = parser.parse_args()
@@ -182,6 +227,9 @@ def main() -> None:
             published = read_table(arguments.compare, ["dataset", "method", "rank", "metric", "mean", "std"])
         if arguments.csv:
             numbers.to_csv(arguments.csv, index=False)
+        if arguments.compare and arguments.rivals:
+            print(beside(numbers, published, collect(arguments.rivals)))
+            return
         print(comparison(numbers, published) if arguments.compare else tables(numbers))
     except (OSError, ValueError) as error:  # files that cannot be written, or are not what a run leaves
         named = isinstance(error, OSError) and error.filename

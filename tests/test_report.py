@@ -65,6 +65,32 @@ def test_means_beside_published_ones(report, tmp_path):
     assert report(tmp_path / "all.csv", "--compare", tmp_path / "paper.csv") == (0, out, "")
 
 
+def test_means_beside_the_best_rival(report, tmp_path):
+    """The rival of the other protocol, and those with zeros for absent cells, do not count."""
+    ours, theirs = {0: 0.7, 1: 0.9, 2: 0.8}, {0: 0.6, 1: 0.85, 2: 0.68}
+    for fold in ours:
+        write_run(tmp_path / "ours", "digg", fold, {"auc": ours[fold], "nll": 0.4, "nll_plugin": 0.5})
+    line = "digg,{},{},{},0,{},{},{},{}\n"
+    rows = [line.format("gcp", 3, fold, "paper", "masked", "auc", value) for fold, value in theirs.items()]
+    rows += [line.format("worse", "", 0, "paper", "masked", "auc", 0.4)]
+    rows += [line.format("other", 3, 0, "holdout", "masked", "auc", 0.99)]
+    rows += [line.format("zeros", 3, 0, "paper", "zeros", "auc", 0.99)]
+    rows += [line.format("rank", 5, 0, "paper", "masked", "auc", 0.99)]
+    (tmp_path / "rivals.csv").write_text("dataset,model,rank,fold,seed,protocol,missing,metric,value\n" + "".join(rows))
+    (tmp_path / "paper.csv").write_text("dataset,method,rank,metric,mean,std\ndigg,ENTED,3,auc,0.81,0.05\n")
+    arguments = ["--compare", tmp_path / "paper.csv", "--rivals", tmp_path / "rivals.csv"]
+    code, out, err = report(tmp_path / "ours", *arguments)
+    assert code == 0, err
+    head, _, auc, nll = (line.strip("| ").split(" | ") for line in out.splitlines())
+    cells = dict(zip(head, auc, strict=True))
+    assert cells["published"] == "0.810 ± 0.050" and cells["ented"] == "0.800 ± 0.100"
+    assert cells["best rival"] == "gcp 0.710 ± 0.128" and cells["ahead of"] == "rivals" and cells["runs"] == "3"
+    # differences 0.1, 0.05 and 0.12: t = 0.09 / (0.0361 / sqrt 3) = 4.32, two degrees of freedom
+    assert float(cells["p"]) == pytest.approx(0.0497, abs=1e-3)
+    cells = dict(zip(head, nll, strict=True))
+    assert cells["ented"] == cells["plug-in"] == "0.500 ± 0.000" and cells["best rival"] == cells["published"] == "–"
+
+
 def test_runs_with_both_settings_of_missing_are_not_averaged(report, tmp_path):
     for fold, missing in enumerate(["masked", "zeros"]):
         run = write_run(tmp_path, "ems", fold, {"rmse": 0.3, "rmse_plugin": 0.3})

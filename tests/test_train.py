@@ -471,7 +471,7 @@ def test_a_signal_ends_a_run_with_one_line(tiny, signum, force, same):
 
 def test_the_default_beats_the_naive_predictors(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, _ = command("epochs=40")
+    code, out, _ = command("epochs=15")
     assert code == 0
     lines = out.splitlines()
     (head,) = (number for number, line in enumerate(lines) if line.split()[:3] == ["rmse", "mape", "nll"])

@@ -40,11 +40,11 @@ class MainEffects(SweepModule):
         tolerance: float = 1e-10,
     ):
         super().__init__(likelihood.kind, tolerance)
-        self._likelihood, self.penalty = likelihood, penalty
+        self._likelihood, self.penalty = likelihood.known(), penalty  # a learned shape as a number
         self.poisson = regression == "poisson" and likelihood.kind == "count"
         self.register_buffer("weights", torch.zeros(1 + sum(shape)))  # the constant, then the effects
         if self.poisson:
-            self.register_buffer("zeta", torch.as_tensor(likelihood.zeta).detach().reshape(()).clone())
+            self.register_buffer("zeta", torch.tensor(self._likelihood.zeta))
         self.register_buffer("offsets", torch.tensor([*accumulate(shape, initial=1)][:-1]), persistent=False)
 
     @property
@@ -56,9 +56,7 @@ class MainEffects(SweepModule):
         return weights[0] + weights[indices + self.offsets].sum(-1)
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        self.weights[0] = self._likelihood.intercept(values) + (
-            log(float(self._likelihood.zeta)) if self.poisson else 0
-        )
+        self.weights[0] = self._likelihood.intercept(values) + (log(self._likelihood.zeta) if self.poisson else 0)
 
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         above = values - self._likelihood.smallest if self.poisson else values

@@ -97,7 +97,7 @@ class Run:
                 f"dataset={cfg.dataset.name} is binary: use likelihood=bernoulli, or set its kind to count"
             )
         self.module(self.rates[0])  # which raises what is wrong with its settings
-        part = self.data(cfg.protocol.held_out)
+        part = self.data(cfg.protocol.held_out if searches_first(cfg) else 0)
         if processes() > min(len(self.test), len(part.validation or self.test)):
             raise InputError(f"{processes()} processes are more than the entries to evaluate: start fewer")
 
@@ -117,8 +117,6 @@ class Run:
         L.seed_everything(self.config["seed"], verbose=False)
         settings = {key: value for key, value in self.cfg.model.items() if key not in ("name", "training")}
         settings |= {"lr": lr} if "lr" in settings else {}
-        if "annealing" in settings:
-            settings["annealing"] = self.epochs if settings["annealing"] else None
         with parameters_in(getattr(torch, self.cfg.dtype)):
             return instantiate(settings, shape=self.dataset.shape, likelihood=self.new_likelihood())
 
@@ -202,7 +200,7 @@ def complete(cfg: DictConfig, runs: list[Run]) -> list[Run]:
     for run in missing:
         with run.folder.logging():
             from_first(lambda run=run: run.folder.open(run.train.fingerprint()))
-    if cfg.protocol.held_out:
+    if searches_first(cfg):
         search(cfg, runs, missing)
     fits = []
     for run in runs:
@@ -342,6 +340,11 @@ def tracker(cfg: DictConfig, run: Run):
         yield logger
     finally:
         wandb.finish()
+
+
+def searches_first(cfg: DictConfig) -> bool:
+    """Whether held-out entries choose something: the number of epochs, or one of several learning rates."""
+    return bool(cfg.protocol.held_out) and (cfg.protocol.patience is not None or several(cfg.lr))
 
 
 def several(setting) -> bool:

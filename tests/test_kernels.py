@@ -15,6 +15,13 @@ def test_rbf_is_the_gaussian_of_the_distance(float64, lengthscale, variance):
     x, y = normal(4, 3), normal(5, 3, seed=1)
     expected = variance * np.exp(-((cdist(x, y) / lengthscale) ** 2) / 2)
     torch.testing.assert_close(RBF(lengthscale, variance)(x, y), torch.from_numpy(expected))
+    torch.testing.assert_close(RBF(lengthscale, variance, learned=True)(x, y), torch.from_numpy(expected))
+
+
+def test_ard_has_a_lengthscale_for_each_input(float64):
+    x, y, lengthscales = normal(4, 3), normal(5, 3, seed=1), torch.tensor([0.5, 1.0, 3.0])
+    expected = 2.5 * np.exp(-(cdist(x / lengthscales, y / lengthscales) ** 2) / 2)
+    torch.testing.assert_close(RBF(lengthscales, 2.5, learned=True)(x, y), torch.from_numpy(expected))
 
 
 def test_default_is_the_papers_bandwidth_one(float64):

@@ -207,9 +207,9 @@ def test_a_sample_has_all_entries_where_they_fit(small, tmp_path):
 
 def test_rows_are_counted_as_in_memory(small, tmp_path):
     shards, in_memory = Shards.open(write(tmp_path, table(50), 3), SHAPE), COOTensor.from_rows(table(50), SHAPE)
-    assert torch.equal(shards.row_counts(), in_memory.row_counts())
+    assert torch.equal(shards.degrees(), in_memory.degrees())
     (rest, held_out) = shards.split(10, seed=0)
-    assert torch.equal(rest.row_counts() + held_out.row_counts(), in_memory.row_counts())
+    assert torch.equal(rest.degrees() + held_out.degrees(), in_memory.degrees())
 
 
 def test_an_empty_part_is_refused(small, tmp_path):

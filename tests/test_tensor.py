@@ -34,8 +34,8 @@ def test_attributes():
     assert not make([[0, 2], [3, 1]], [0, 2]).is_binary
 
 
-def test_row_counts_are_of_one_mode_after_the_other():
-    assert make([[0, 2], [3, 1], [3, 2]], [0, 1, 1]).row_counts().tolist() == [1, 0, 0, 2, 0, 1, 2]
+def test_degrees_are_of_one_mode_after_the_other():
+    assert make([[0, 2], [3, 1], [3, 2]], [0, 1, 1]).degrees().tolist() == [1, 0, 0, 2, 0, 1, 2]
 
 
 def test_values_near_an_integer_are_rounded():

@@ -4,9 +4,11 @@ Row i of mode d holds the R factors z_i^(d) and, with main effects, one number a
 They are point estimates, or have a mean-field Gaussian posterior: then Z holds the means, and in as many further
 columns the logarithms of the standard deviations. The factors enter the kernel. The effects make the mean of f,
 
-    o_n = a_0 + sum_d tau_d a_{i_d}^(d),
+    o_n = a_0 + sum_d (tau_d a_{i_d}^(d) + gamma_d c_{i_d}^(d)),    c_i = log(1 + n_i) - mean of that over the entries,
 
-whose constant a_0 and scales tau_d are point estimates.
+whose constant a_0, scales tau_d and slopes gamma_d are point estimates. n_i is the degree of a row, its number of
+training entries: where events are recorded, a row that has few of them is mostly one of small values, and one that has
+none is not an average row.
 
 A minibatch draws z = mean + std * noise anew for each of its entries, so that the gradient passes through the draw
 (Kingma and Welling 2014). Effects need no draw: f is linear in them, and their variance adds to that of f.
@@ -46,9 +48,10 @@ class FactorTable(nn.Module):
     rank : factors in a row, R.
     init_std : standard deviation of the Gaussian that the factors, or their means, start from; the effects start at 0.
     posterior_std : what the standard deviations start from; None for point estimates.
-    mean : the mean function o: "zero", "constant" for a learned a_0, or "effects" for all of it.
+    mean : the mean function o: "zero", "constant" for a learned a_0, "effects" without the slopes, or "degrees" for
+        all of it.
     sparse_gradients : whether a step leaves the rows alone that its batch does not hold. Each entry then carries its
-        share of its rows' prior, log p(z_i) / n_i for a row with n_i training entries, see `count_rows`.
+        share of its rows' prior, log p(z_i) / n_i.
     """
 
     def __init__(
@@ -57,11 +60,12 @@ class FactorTable(nn.Module):
         rank: int,
         init_std: float,
         posterior_std: float | None = None,
-        mean: Literal["zero", "constant", "effects"] = "zero",
+        mean: Literal["zero", "constant", "effects", "degrees"] = "zero",
         sparse_gradients: bool = False,
     ):
         super().__init__()
-        self.shape, self.rank, self.effects = tuple(shape), rank, mean == "effects"
+        self.shape, self.rank = tuple(shape), rank
+        self.effects, self.slopes = mean in ("effects", "degrees"), mean == "degrees"
         self.variational, self.sparse_gradients = posterior_std is not None, sparse_gradients
         rows, self.means = sum(shape), rank + self.effects
         columns = [init_std * torch.randn(rows, rank), torch.zeros(rows, int(self.effects))]
@@ -73,16 +77,31 @@ class FactorTable(nn.Module):
         self.constant = nn.Parameter(torch.zeros(1)) if mean != "zero" else None
         if self.effects:
             self.log_tau = nn.Parameter(torch.zeros(len(shape)))
+        if self.slopes:
+            self.gamma = nn.Parameter(torch.zeros(len(shape)))
+            self.register_buffer("log_degrees", torch.zeros(rows))  # c
         if sparse_gradients:
             # the gradient's place, zero between the steps, see `ented.adam.RowAdam`
             self.register_buffer("Z_bar", torch.zeros_like(self.Z), persistent=False)
-            self.register_buffer("row_counts", torch.ones(rows))
+            self.register_buffer("degrees", torch.ones(rows))
+
+    @property
+    def needs_degrees(self) -> bool:
+        return self.slopes or self.sparse_gradients
 
     @torch.no_grad()
-    def count_rows(self, counts: Int[Tensor, "I"]) -> None:
-        """Take how many training entries each row has; one that has none is put where its prior is highest."""
-        self.row_counts.copy_(counts)
-        self.Z.mul_((self.row_counts > 0)[:, None])  # a mean of 0 and a standard deviation of 1
+    def set_degrees(self, degrees: Int[Tensor, "I"]) -> None:
+        """Take how many training entries each row has, before the first step where `needs_degrees`.
+
+        With sparse gradients, a row that has none is put where its prior is highest.
+        """
+        if self.slopes:
+            of_modes = degrees.to(self.log_degrees).split(self.shape)
+            centred = [n.log1p() - (n * n.log1p()).sum() / n.sum() for n in of_modes]
+            self.log_degrees.copy_(torch.cat(centred))
+        if self.sparse_gradients:
+            self.degrees.copy_(degrees)
+            self.Z.mul_((self.degrees > 0)[:, None])  # a mean of 0 and a standard deviation of 1
 
     def rows(self, indices: Int[Tensor, "... S D"]) -> Int[Tensor, "... S D"]:
         """The entries' rows of Z."""
@@ -100,8 +119,10 @@ class FactorTable(nn.Module):
         if self.effects:
             tau = self.log_tau.exp()[..., None, :]
             mean = mean + (tau * values[..., self.rank]).sum(-1)
-            if self.variational:
-                variance = (tau * values[..., -1].exp()).square().sum(-1)
+        if self.slopes:
+            mean = mean + (self.gamma[..., None, :] * self.log_degrees.flatten()[rows]).sum(-1)
+        if self.effects and self.variational:
+            variance = (tau * values[..., -1].exp()).square().sum(-1)
         return Draw(rows, z.flatten(-2), mean, variance, values, deviation)
 
     def prediction_noise(self, draws: int) -> list[Float[Tensor, "D R"] | None]:
@@ -143,9 +164,11 @@ class FactorTable(nn.Module):
                 of_tau = of_tau + s_bar
         if self.effects:
             found[self.log_tau] = of_tau.sum(-2)
+        if self.slopes:
+            found[self.gamma] = (mean_bar[..., None] * self.log_degrees.flatten()[draw.rows]).sum(-2)
         values_bar = torch.cat(columns, -1) if len(columns) > 1 else z_bar
         if self.sparse_gradients:
-            share = (scale / self.row_counts[draw.rows])[..., None]
+            share = (scale / self.degrees[draw.rows])[..., None]
             values_bar = values_bar + share * self._prior_gradient(draw.values)
             Z_bar = self.Z_bar
         else:

@@ -15,16 +15,16 @@ class RBF(nn.Module):
 
     Parameters
     ----------
-    lengthscale, variance : their initial values.
-    lengthscales : number of them: 1 for all inputs, or one for each input (automatic relevance determination).
+    lengthscale, variance : their initial values, a lengthscale for each input (automatic relevance determination) or
+        one for all.
     learned : whether they are parameters, whose logarithms an optimiser moves; constants otherwise.
     """
 
-    def __init__(self, lengthscale: float = 1.0, variance: float = 1.0, lengthscales: int = 1, learned: bool = False):
+    def __init__(self, lengthscale: float | Float[Tensor, "Q"] = 1.0, variance: float = 1.0, learned: bool = False):
         super().__init__()
         self.learned = learned
         if learned:
-            self.log_lengthscale = nn.Parameter(torch.full((lengthscales,), log(lengthscale)))
+            self.log_lengthscale = nn.Parameter(torch.as_tensor(lengthscale).log().reshape(-1))
             self.log_variance = nn.Parameter(torch.tensor([log(variance)]))
         else:  # numbers, which cost a step nothing
             self.lengthscale, self.variance = lengthscale, variance

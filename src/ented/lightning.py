@@ -304,8 +304,8 @@ class GaussianProcessModule(CompletionModule):
         of_rows.step(rows=self.model.table.rows(indices).flatten())
 
     def start(self, train: TrainingEntries) -> None:
-        if self.model.table.sparse_gradients and not self.started:
-            self.model.table.count_rows(train.row_counts())
+        if self.model.table.needs_degrees and not self.started:
+            self.model.table.set_degrees(train.degrees())
         super().start(train)
 
     def on_train_start(self) -> None:
@@ -329,6 +329,16 @@ class GaussianProcessModule(CompletionModule):
         return bound
 
 
+def initial_lengthscales(modes: int, rank: int, ratio: float) -> Float[Tensor, "Q"]:
+    """A lengthscale for each input, that of a factor `ratio` times that of the one before; sum_q 1 / l_q^2 = 1.
+
+    With a ratio of 1 all are sqrt(D R). With a larger one the first factors decide at first, and a later one joins in
+    as far as it pays: where all start alike in many dimensions, few inducing points see no more than a smooth trend.
+    """
+    squares = float(ratio) ** (2 * torch.arange(rank, dtype=torch.get_default_dtype()))
+    return (squares * (modes / squares).sum()).sqrt().repeat(modes)
+
+
 class ENTEDModule(GaussianProcessModule):
     """ENTED under manual optimisation: a natural-gradient step on q(u), then an Adam step on Z and X, every batch.
 
@@ -337,11 +347,11 @@ class ENTEDModule(GaussianProcessModule):
     shape, likelihood, rank, inducing, blocks, init_std, jitter, sparse_gradients, mean : see `ented.model.ENTED`.
     factors, posterior_std : whether Z has a posterior, and the standard deviations that it starts from.
     kernel : "fixed", RBF with lengthscale and variance 1; "rbf" learns them, "ard" a lengthscale for each input.
-    lengthscale : what learned ones start from, times sqrt(D R).
+    lengthscale, lengthscale_ratio : what learned ones start from, see `initial_lengthscales`.
     inducing_inputs : where they start, "gaussian" noise or near the factors of training entries, "data".
     lr, milestones : of Adam, see `GaussianProcessModule`.
     rho : natural gradient step size in (0, 1].
-    annealing : epochs over which lr and rho fall to zero along half a cosine; None leaves them as they are.
+    annealing : whether lr and rho fall to zero over the epochs, along half a cosine.
     compile : whether `torch.compile` makes one program of the model's part of a step, in the first of them.
     """
 
@@ -363,14 +373,18 @@ class ENTEDModule(GaussianProcessModule):
         posterior_std: float = 0.1,
         kernel: Literal["fixed", "rbf", "ard"] = "fixed",
         lengthscale: float = 1.0,
-        mean: Literal["zero", "constant", "effects"] = "zero",
+        lengthscale_ratio: float = 1.0,
+        mean: Literal["zero", "constant", "effects", "degrees"] = "zero",
         inducing_inputs: Literal["gaussian", "data"] = "gaussian",
-        annealing: int | None = None,
+        annealing: bool = False,
     ):
-        inputs = len(shape) * rank
-        learned = RBF(lengthscale * sqrt(inputs), 1.0, inputs if kernel == "ard" else 1, learned=True)
         std = posterior_std if factors == "variational" else None
-        covariance = RBF() if kernel == "fixed" else learned
+        if kernel == "fixed":
+            covariance = RBF()
+        elif kernel == "rbf":
+            covariance = RBF(lengthscale * sqrt(len(shape) * rank), learned=True)
+        else:
+            covariance = RBF(lengthscale * initial_lengthscales(len(shape), rank, lengthscale_ratio), learned=True)
         model = ENTED(
             shape, likelihood, rank, inducing, blocks, init_std, jitter, covariance, sparse_gradients, std, mean
         )
@@ -392,12 +406,12 @@ class ENTEDModule(GaussianProcessModule):
         if self.start_at is not None:
             model.move_inducing(indices[(self.start_at * len(values)).long()])
 
-    def anneal(self, epoch: int) -> float:
-        """What lr and rho are multiplied by in an epoch, from 0."""
-        return 0.5 + 0.5 * cos(pi * epoch / self.annealing) if self.annealing else 1.0
+    def anneal(self, epoch: int, epochs: int) -> float:
+        """What lr and rho are multiplied by in an epoch, from 0, of so many."""
+        return 0.5 + 0.5 * cos(pi * epoch / epochs) if self.annealing else 1.0
 
     def decay(self, epoch: int, epochs: int) -> float:
-        return super().decay(epoch, epochs) * self.anneal(epoch)
+        return super().decay(epoch, epochs) * self.anneal(epoch, epochs)
 
     def noise(self, batch_index: int) -> Float[Tensor, "S D R"] | None:
         """For the draw of the factors: this process's part of what one process would draw for the whole minibatch."""
@@ -420,7 +434,7 @@ class ENTEDModule(GaussianProcessModule):
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
         self.log_prob_sum.zero_()
-        self.rho_now.fill_(self.rho * self.anneal(self.current_epoch))
+        self.rho_now.fill_(self.rho * self.anneal(self.current_epoch, self.trainer.max_epochs))
         self.random = generator(self.trainer.datamodule.seed, self.current_epoch, 4)
 
     def on_train_epoch_end(self) -> None:

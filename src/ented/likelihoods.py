@@ -44,10 +44,9 @@ class PolyaGamma(nn.Module):
         super().__init__()
         self.quadrature = quadrature
         if quadrature:
-            nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
-            dtype = torch.get_default_dtype()
-            self.register_buffer("nodes", torch.tensor(nodes, dtype=dtype), persistent=False)
-            self.register_buffer("weights", torch.tensor(weights / weights.sum(), dtype=dtype), persistent=False)
+            nodes, weights = gauss_hermite(NODES)
+            self.register_buffer("nodes", nodes, persistent=False)
+            self.register_buffer("weights", weights, persistent=False)
 
     def check(self, values: Float[Tensor, "S"]) -> None:
         """Raise InputError if the likelihood cannot have produced one of the values."""
@@ -139,6 +138,14 @@ class PolyaGamma(nn.Module):
     def intercept(self, values: Float[Tensor, "S"]) -> float:
         """The f at which E[x | f] is the mean of the values, kept half an entry away from where f is infinite."""
         raise NotImplementedError
+
+
+def gauss_hermite(nodes: int) -> tuple[Float[Tensor, "G"], Float[Tensor, "G"]]:
+    """Nodes and weights of E[g(z)], z standard normal: exact for polynomials g of degree 2 G - 1."""
+    z, weights = np.polynomial.hermite_e.hermegauss(nodes)
+    return torch.tensor(z).to(torch.get_default_dtype()), torch.tensor(weights / weights.sum()).to(
+        torch.get_default_dtype()
+    )
 
 
 def log_two_cosh(c: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -110,11 +110,16 @@ def held_out_score(rows: list[dict[str, float]]) -> str:
 
 
 def best_epoch(rows: list[dict[str, float]], patience: int | None) -> int:
-    """Number of epochs, from 1, with the lowest held-out score before `patience` epochs passed without a lower one."""
+    """Number of epochs, from 1, with the lowest held-out score before `patience` epochs passed without a lower one.
+
+    Without patience, all.
+    """
+    if patience is None:
+        return len(rows)
     best, score = 0, held_out_score(rows)
     for epoch, row in enumerate(rows):
         if row[score] < rows[best][score]:
             best = epoch
-        if patience is not None and epoch - best >= patience:
+        if epoch - best >= patience:
             break
     return best + 1

@@ -160,10 +160,12 @@ class ReplicasModule(L.LightningModule):
         self.log_prob_sum.zero_()
         epoch, replicas = self.current_epoch, self.trainer.datamodule.replicas
         self.random = [generator(replica.seed, epoch, 4) for replica in replicas]
-        pairs = zip(self.replicas, self.histories, strict=True)
+        pairs = list(zip(self.replicas, self.histories, strict=True))
         (group,) = self.optimizers().param_groups
         group["lr"] = self.lr * self.lr.new_tensor([module.decay(epoch, history.epochs) for module, history in pairs])
-        self.rho_now = self.rho * self.rho.new_tensor([module.anneal(epoch) for module in self.replicas])
+        self.rho_now = self.rho * self.rho.new_tensor(
+            [module.anneal(epoch, history.epochs) for module, history in pairs]
+        )
 
     def noise(self, batch_index: int, size: int) -> Float[Tensor, "B S D R"] | None:
         """For the draw of each replica's factors: what it would draw by itself, and zeros where it has no entries."""

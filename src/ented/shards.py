@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ented.datamodule import EVALUATION_BATCH, COODataModule, EpochBatches, generator
-from ented.tensor import COOTensor, InputError, row_counts
+from ented.tensor import COOTensor, InputError, degrees
 
 BLOCK = 2**16
 BUFFER = 2**20  # entries that are shuffled at once, or a block if that has more
@@ -189,11 +189,11 @@ class Shards:
         files = [(block.file.name, block.file.stat().st_size, len(block)) for block in self.blocks]
         return hashlib.sha256(repr([self.shape, files]).encode()).hexdigest()[:16]
 
-    def row_counts(self) -> Int64[Tensor, "I"]:
+    def degrees(self) -> Int64[Tensor, "I"]:
         """A pass over all entries."""
         counts = torch.zeros(sum(self.shape), dtype=torch.int64)
         for indices, _ in self.read(range(len(self.blocks)), 0, len(self)):
-            counts += row_counts(indices, self.shape)
+            counts += degrees(indices, self.shape)
         return counts
 
     def load(self) -> COOTensor:

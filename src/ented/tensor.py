@@ -31,7 +31,7 @@ class TrainingEntries(Protocol):
     def sample(self) -> "COOTensor":
         """As many entries as fit in memory."""
 
-    def row_counts(self) -> Int64[Tensor, "I"]:
+    def degrees(self) -> Int64[Tensor, "I"]:
         """Number of entries with each index: of mode 0, then of mode 1, and so on; I is the sum of the sizes."""
 
     def fingerprint(self) -> str:
@@ -127,8 +127,8 @@ class COOTensor:
     def sample(self) -> "COOTensor":
         return self
 
-    def row_counts(self) -> Int64[Tensor, "I"]:
-        return row_counts(self.indices, self.shape)
+    def degrees(self) -> Int64[Tensor, "I"]:
+        return degrees(self.indices, self.shape)
 
     def subset(self, rows: Int64[Tensor, "M"] | Bool[Tensor, "N"]) -> "COOTensor":
         """Return the entries in the given rows, in that order.
@@ -220,8 +220,8 @@ class COOTensor:
         return rounded.abs()  # -0 becomes 0
 
 
-def row_counts(indices: Int64[Tensor, "N D"], shape: tuple[int, ...]) -> Int64[Tensor, "I"]:
-    """See `TrainingEntries.row_counts`."""
+def degrees(indices: Int64[Tensor, "N D"], shape: tuple[int, ...]) -> Int64[Tensor, "I"]:
+    """See `TrainingEntries.degrees`."""
     return torch.cat([indices[:, mode].bincount(minlength=size) for mode, size in enumerate(shape)])
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from baselines.cp import components, sum_by_row
 from ented.lightning import SweepModule
-from ented.likelihoods import LatentGaussian, PolyaGamma
+from ented.likelihoods import PolyaGamma
+from ented.predictive import LatentGaussian
 
 TRIALS = [0.5**k for k in range(9)]  # step sizes that are tried, in this order
 

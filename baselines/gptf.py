@@ -15,8 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ented.distributed import all_reduce, processes
+from ented.factors import FactorTable
+from ented.gaussian_process import GaussianProcessModule
 from ented.inducing import Features
-from ented.lightning import Batch, GaussianProcessModule
+from ented.lightning import Batch
 from ented.likelihoods import PolyaGamma
 from ented.model import FactorProcess
 from ented.predictive import Predictive
@@ -29,7 +31,8 @@ class GPTF(GaussianProcessModule):
     ----------
     shape : sizes of the tensor's modes.
     likelihood : says of which kind the entries are: ones and zeros are probit, counts Gaussian as if continuous.
-    rank, inducing, init_std, jitter, sparse_gradients : see `ented.model.FactorProcess`.
+    rank, init_std, sparse_gradients : see `ented.factors.FactorTable`.
+    inducing, jitter : see `ented.model.FactorProcess`.
     lr, milestones : of Adam, see `GaussianProcessModule`.
     """
 
@@ -45,7 +48,8 @@ class GPTF(GaussianProcessModule):
         milestones: tuple[float, ...] = (),
         sparse_gradients: bool = False,
     ):
-        process = FactorProcess(shape, rank, inducing, init_std, jitter, sparse_gradients=sparse_gradients)
+        table = FactorTable(shape, rank, init_std, sparse_gradients=sparse_gradients)
+        process = FactorProcess(table, inducing, jitter=jitter)
         super().__init__(likelihood.kind, process, lr, milestones)
         self.q = CholeskyGaussian(inducing)
         self.likelihood = Probit() if likelihood.kind == "binary" else Gaussian()

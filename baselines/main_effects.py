@@ -13,7 +13,8 @@ from torch import Tensor
 
 from baselines.lbfgs import maximise
 from ented.lightning import SweepModule
-from ented.likelihoods import LatentGaussian, NegativeBinomial, PolyaGamma
+from ented.likelihoods import NegativeBinomial, PolyaGamma
+from ented.predictive import LatentGaussian
 
 
 class MainEffects(SweepModule):

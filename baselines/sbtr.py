@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ented.lightning import Batch, GradientModule
-from ented.likelihoods import LatentGaussian, PolyaGamma
+from ented.likelihoods import PolyaGamma
+from ented.predictive import LatentGaussian
 
 
 class SBTR(GradientModule):

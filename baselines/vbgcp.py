@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributions import Gamma, Normal, kl_divergence
 
 from ented.lightning import SweepModule
-from ented.likelihoods import LatentGaussian, NegativeBinomial
+from ented.likelihoods import NegativeBinomial
+from ented.predictive import LatentGaussian
 
 
 class VBGCP(SweepModule):

@@ -33,6 +33,7 @@ from torch import Tensor
 try:
     from common import ENTRIES, RANK, RHO, SHAPE, Batches, Step, Turn, random_entries, take_turns, timed, training_step
 
+    from ented.factors import FactorTable
     from ented.likelihoods import Bernoulli
     from ented.model import ENTED
 except ModuleNotFoundError as error:
@@ -58,7 +59,7 @@ def make_step(method: str, points: int, replicas: int, device: str) -> Step:
     if replicas > 1:
         from replicas import together  # here, since it needs Lightning
     with torch.device(device):
-        models = [ENTED(SHAPE, Bernoulli(), RANK, points) for _ in range(replicas)]
+        models = [ENTED(FactorTable(SHAPE, RANK), Bernoulli(), points) for _ in range(replicas)]
         if replicas > 1:
             return together(models, METHODS[method])
         return training_step(models[0], mode=METHODS[method])
@@ -96,7 +97,7 @@ def same_as_cpu(points: int, batch: int, device: str) -> dict[str, dict]:
     results = {}
     for dtype, tolerance in TOLERANCE.items():
         torch.manual_seed(0)
-        model = ENTED(SHAPE, Bernoulli(), RANK, points).to(dtype)
+        model = ENTED(FactorTable(SHAPE, RANK), Bernoulli(), points).to(dtype)
         batches = [(indices, values.to(dtype)) for indices, values in minibatches(1, batch)]
         step = training_step(model)
         for before in batches[:-1]:

@@ -22,6 +22,7 @@ from common import ENTRIES, LR, RANK, RHO, SHAPE, Step, Table, random_entries, t
 from torch import Tensor
 
 from ented.adam import ReplicaAdam
+from ented.factors import FactorTable
 from ented.likelihoods import Bernoulli
 from ented.model import ENTED
 from ented.replicas import stack
@@ -66,7 +67,7 @@ def measure(
     batches = [(data.indices[of_step], data.values[of_step].to(dtype)) for of_step in rows]
     turns = {}
     for name in methods:
-        models = [ENTED(SHAPE, Bernoulli(), RANK, points) for _ in range(replicas)]
+        models = [ENTED(FactorTable(SHAPE, RANK), Bernoulli(), points) for _ in range(replicas)]
         turns[name] = timed(together(models, METHODS[name]))
         turns[f"{name} alone"] = timed(one_after_the_other(models[0], METHODS[name]))
     return take_turns(turns, batches, rounds, seconds)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from common import ENTRIES, RANK, SHAPE, Table, random_entries, take_turns, timed, training_step
 
+from ented.factors import FactorTable
 from ented.likelihoods import Bernoulli
 from ented.model import ENTED
 
@@ -130,7 +131,7 @@ class Cell:
         shape = tuple(rows // modes + (mode < rows % modes) for mode in range(modes))
         # inputs stay as far apart as at the base: k would underflow at a high rank
         std = 0.5 * (BASE["modes"] * BASE["rank"] / (modes * rank)) ** 0.5
-        self.model = ENTED(shape, Bernoulli(), rank, points, BLOCKS, init_std=std, sparse_gradients=sparse)
+        self.model = ENTED(FactorTable(shape, rank, std, sparse_gradients=sparse), Bernoulli(), points, BLOCKS)
         self.ascend, data = training_step(self.model, entries), random_entries(shape, entries)
         self.indices, self.values = data.indices, data.values.to(torch.float32)
         self.chosen = torch.randint(entries, (STEPS, batch))

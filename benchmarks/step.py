@@ -33,13 +33,14 @@ from torch.nn.functional import embedding
 
 from baselines.gptf import GPTF
 from ented.datamodule import COODataModule
-from ented.lightning import ENTEDModule
+from ented.factors import FactorTable
+from ented.gaussian_process import ENTEDModule
 from ented.likelihoods import Bernoulli
 from ented.model import ENTED
 
 
 def ented(points: int, blocks: int = 2, mode: str | None = None) -> Turn:
-    return timed(training_step(ENTED(SHAPE, Bernoulli(), RANK, points, blocks), mode=mode))
+    return timed(training_step(ENTED(FactorTable(SHAPE, RANK), Bernoulli(), points, blocks), mode=mode))
 
 
 def gptf(points: int) -> Turn:

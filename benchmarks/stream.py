@@ -31,7 +31,7 @@ import torch
 
 from ented.datamodule import COODataModule
 from ented.datasets import Stream
-from ented.lightning import ENTEDModule
+from ented.gaussian_process import ENTEDModule
 from ented.likelihoods import NegativeBinomial
 from ented.tensor import COOTensor
 

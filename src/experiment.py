@@ -17,7 +17,8 @@ from omegaconf import DictConfig, ListConfig
 from ented.datamodule import COODataModule, batch_sizes
 from ented.datasets import Dataset, Stream
 from ented.distributed import from_first, is_distributed, is_first, processes, processes_of_node
-from ented.lightning import ENTEDModule, GaussianProcessModule, SummedStrategy, SweepModule
+from ented.gaussian_process import ENTEDModule, GaussianProcessModule, SummedStrategy
+from ented.lightning import SweepModule
 from ented.likelihoods import PolyaGamma
 from ented.recorder import History, Recorder, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule

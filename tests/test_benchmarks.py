@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ented.factors import FactorTable
 from ented.likelihoods import Bernoulli
 from ented.model import ENTED
 
@@ -85,7 +86,7 @@ def test_a_grid_is_written_once(benchmark, tmp_path, capsys, name, cell, rows, c
 def test_the_products_of_a_step_are_counted(benchmark, batch, points, rank, modes):
     from scaling import products
 
-    model = ENTED((20,) * modes, Bernoulli(), rank, points, blocks=2)
+    model = ENTED(FactorTable((20,) * modes, rank), Bernoulli(), points)
     indices, values = torch.randint(20, (batch, modes)), torch.randint(2, (batch,)).to(model.Z.dtype)
     with FlopCounterMode(display=False) as counter:
         model.step(indices, values, 10.0, 0.1)

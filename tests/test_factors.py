@@ -8,8 +8,9 @@ from torch.distributions import Normal, kl_divergence
 
 from ented.factors import FactorTable
 from ented.kernels import RBF
-from ented.likelihoods import Bernoulli, NegativeBinomial, gauss_hermite
+from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.model import ENTED
+from ented.quadrature import gauss_hermite
 
 SHAPE, RANK, ENTRIES = (4, 3, 5), 2, 12
 INPUTS = len(SHAPE) * RANK
@@ -101,7 +102,7 @@ def test_gradients_are_those_of_the_bound(float64, std, mean, count, kernel, spa
     likelihood = Bernoulli() if count is None else NegativeBinomial(6.0, **count)
     if likelihood.quadrature:  # the step's derivatives are those of the expectation, so the rule has to be fine
         likelihood.nodes, likelihood.weights = gauss_hermite(100)
-    model = ENTED(SHAPE, likelihood, RANK, 6, 2, 1.0, 1e-2, covariance, sparse_gradients, std, mean)
+    model = ENTED(FactorTable(SHAPE, RANK, 1.0, std, mean, sparse_gradients), likelihood, 6, 2, covariance, 1e-2)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     indices, values = (

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from training import fit
 
 from ented.datamodule import COODataModule
-from ented.lightning import ENTEDModule
+from ented.gaussian_process import ENTEDModule
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.tensor import COOTensor
 

@@ -5,7 +5,8 @@ from scipy import integrate, stats
 from scipy.optimize import minimize_scalar
 from scipy.special import expit
 
-from ented.likelihoods import Bernoulli, LatentGaussian, NegativeBinomial
+from ented.likelihoods import Bernoulli, NegativeBinomial
+from ented.predictive import LatentGaussian
 from ented.tensor import InputError
 
 ZETA = 20.0

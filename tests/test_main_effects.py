@@ -6,7 +6,8 @@ from scipy.special import expit
 from sklearn.linear_model import LogisticRegression, PoissonRegressor
 
 from baselines.main_effects import MainEffects
-from ented.likelihoods import Bernoulli, LatentGaussian, NegativeBinomial
+from ented.likelihoods import Bernoulli, NegativeBinomial
+from ented.predictive import LatentGaussian
 from ented.tensor import COOTensor
 
 SHAPE, ZETA = (4, 3, 5), 7.0

@@ -5,8 +5,9 @@ from scipy import stats
 from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
-from ented.likelihoods import Bernoulli, LatentGaussian, NegativeBinomial
+from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.metrics import CompletionMetrics
+from ented.predictive import LatentGaussian
 
 ZETA = 20.0
 BATCHES = [(0, 1), (1, 40), (40, 200)]  # unequal, the first of one entry

@@ -8,6 +8,7 @@ import torch
 from scipy.special import gammaln, log_expit
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 
+from ented.factors import FactorTable
 from ented.kernels import RBF
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.model import ENTED
@@ -30,7 +31,7 @@ def make_model(kind, blocks, seed=0, inducing=6, jitter=JITTER, at_prior=False):
     """A model away from its initial values."""
     torch.manual_seed(seed)
     kernel = RBF(LENGTHSCALE, VARIANCE)
-    model = ENTED(SHAPE, LIKELIHOODS[kind], RANK, inducing, blocks, 1.0, jitter, kernel).double()
+    model = ENTED(FactorTable(SHAPE, RANK, 1.0), LIKELIHOODS[kind], inducing, blocks, kernel, jitter).double()
     if not at_prior:
         q, p = model.q, inducing // blocks
         A = torch.randn(blocks, p, p, dtype=torch.float64)
@@ -314,7 +315,7 @@ def test_the_gradients_come_with_the_bounds_and_the_mean_of_f(kind):
 @pytest.mark.parametrize("sparse_gradients", [False, True])
 def test_a_process_may_have_no_entry_of_a_batch(sparse_gradients):
     """Its step is that of the priors alone."""
-    model = ENTED(SHAPE, LIKELIHOODS["count"], RANK, 6, sparse_gradients=sparse_gradients).double()
+    model = ENTED(FactorTable(SHAPE, RANK, sparse_gradients=sparse_gradients), LIKELIHOODS["count"], 6).double()
     indices, x = make_entries("count", 0)
     bound, mean = model.step(indices, x, 1.0, 0.5)
     assert bound.shape == mean.shape == (0,) and model.q.kl() == 0
@@ -331,7 +332,9 @@ def test_sparse_gradients_of_an_epochs_batches_add_up_to_the_gradient(kind):
     (indices, x), dense = make_entries(kind), make_model(kind, 2)
     indices[:, 0].clamp_(max=2)  # the last row has none
     counts = torch.cat([indices[:, mode].bincount(minlength=size) for mode, size in enumerate(SHAPE)])
-    sparse = ENTED(SHAPE, LIKELIHOODS[kind], RANK, 6, kernel=dense.kernel, jitter=JITTER, sparse_gradients=True)
+    sparse = ENTED(
+        FactorTable(SHAPE, RANK, sparse_gradients=True), LIKELIHOODS[kind], 6, kernel=dense.kernel, jitter=JITTER
+    )
     sparse = sparse.double()
     sparse.load_state_dict(dense.state_dict(), strict=False)
     sparse.table.set_degrees(counts)
@@ -414,7 +417,7 @@ def test_only_the_factor_rows_of_an_entry_feel_it():
 
 def test_starts_from_a_gaussian_and_from_the_prior_of_u():
     torch.manual_seed(0)
-    model = ENTED((300, 200), Bernoulli(), rank=10, inducing=500, blocks=2, init_std=0.3)
+    model = ENTED(FactorTable((300, 200), 10, init_std=0.3), Bernoulli(), 500)
     for parameter in (model.Z, model.inducing.X):
         assert parameter.std().item() == pytest.approx(0.3, rel=0.05)  # 5000 draws or more: 1 % standard error
     assert model.q.kl() == 0
@@ -441,7 +444,7 @@ def test_a_new_model_predicts_the_prior_of_f(blocks):
 )
 def test_sizes_that_make_no_model_are_refused(arguments, message):
     with pytest.raises(InputError) as error:
-        ENTED(SHAPE, Bernoulli(), **{"rank": 2, "inducing": 6, "blocks": 2} | arguments)
+        ENTED(FactorTable(SHAPE, arguments.pop("rank", 2)), Bernoulli(), **{"inducing": 6} | arguments)
     assert str(error.value) == message
 
 

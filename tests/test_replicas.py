@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from training import assert_same_run, fit, kill, run, train
 
 from ented.datamodule import COODataModule
-from ented.lightning import ENTEDModule
+from ented.gaussian_process import ENTEDModule
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.recorder import History
 from ented.replicas import ReplicaData, ReplicasModule

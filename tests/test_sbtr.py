@@ -11,7 +11,8 @@ from torchmetrics.functional.classification import binary_auroc
 
 from baselines.main_effects import MainEffects
 from baselines.sbtr import SBTR
-from ented.likelihoods import Bernoulli, LatentGaussian, NegativeBinomial
+from ented.likelihoods import Bernoulli, NegativeBinomial
+from ented.predictive import LatentGaussian
 from ented.tensor import COOTensor, InputError
 
 SHAPE = (4, 3, 5)

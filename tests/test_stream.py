@@ -15,7 +15,7 @@ from training import fit, run
 
 import ented.shards
 from ented.datamodule import EpochBatches
-from ented.lightning import ENTEDModule
+from ented.gaussian_process import ENTEDModule
 from ented.likelihoods import NegativeBinomial
 from ented.shards import InOrder, Lane, Minibatches, NpyBlock, ParquetBlock, Shards, StreamDataModule
 from ented.tensor import COOTensor, InputError

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.quasirandom import SobolEngine
 
+from ented.tensor import InputError
+
 
 @dataclass
 class Draw:
@@ -52,19 +54,25 @@ class FactorTable(nn.Module):
         all of it.
     sparse_gradients : whether a step leaves the rows alone that its batch does not hold. Each entry then carries its
         share of its rows' prior, log p(z_i) / n_i.
+
+    Raises
+    ------
+    InputError : a rank below 1.
     """
 
     def __init__(
         self,
         shape: tuple[int, ...],
         rank: int,
-        init_std: float,
+        init_std: float = 0.5,
         posterior_std: float | None = None,
         mean: Literal["zero", "constant", "effects", "degrees"] = "zero",
         sparse_gradients: bool = False,
     ):
         super().__init__()
-        self.shape, self.rank = tuple(shape), rank
+        if rank < 1:
+            raise InputError(f"rank={rank}: it must be at least 1")
+        self.shape, self.rank, self.init_std = tuple(shape), rank, init_std
         self.effects, self.slopes = mean in ("effects", "degrees"), mean == "degrees"
         self.variational, self.sparse_gradients = posterior_std is not None, sparse_gradients
         rows, self.means = sum(shape), rank + self.effects

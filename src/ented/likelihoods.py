@@ -1,4 +1,4 @@
-"""Likelihoods of the tensor's entries given f, and the predictive distribution they give.
+"""Likelihoods of the tensor's entries given f.
 
 Both are Polya-Gamma likelihoods (Polson, Scott, Windle 2013): for some b and chi that depend on the entry x,
 
@@ -13,8 +13,7 @@ as for counts far above zeta, and then the posterior variances are too small. Th
 theta becomes -E[d^2 log p / df^2] (conjugate-computation variational inference, Khan and Lin 2017).
 """
 
-from dataclasses import dataclass, replace
-from math import ceil, lgamma, log
+from math import lgamma, log
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 from torch.quasirandom import SobolEngine
 
-from ented.predictive import Predictive
+from ented.quadrature import gauss_hermite, log_expectation, normal_grid
 from ented.tensor import InputError
 
 NODES = 12  # of the Gauss-Hermite rule for E[log p(x | f)]
@@ -138,14 +137,6 @@ class PolyaGamma(nn.Module):
     def intercept(self, values: Float[Tensor, "S"]) -> float:
         """The f at which E[x | f] is the mean of the values, kept half an entry away from where f is infinite."""
         raise NotImplementedError
-
-
-def gauss_hermite(nodes: int) -> tuple[Float[Tensor, "G"], Float[Tensor, "G"]]:
-    """Nodes and weights of E[g(z)], z standard normal: exact for polynomials g of degree 2 G - 1."""
-    z, weights = np.polynomial.hermite_e.hermegauss(nodes)
-    return torch.tensor(z).to(torch.get_default_dtype()), torch.tensor(weights / weights.sum()).to(
-        torch.get_default_dtype()
-    )
 
 
 def log_two_cosh(c: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -308,79 +299,3 @@ class NegativeBinomial(PolyaGamma):
 
     def intercept(self, values):
         return log(max((values - self.smallest).sum().item(), 0.5) / (len(values) * self.known().zeta))
-
-
-@dataclass
-class LatentGaussian(Predictive):
-    """x ~ p(x | f) with f ~ N(f_mean, f_variance), in float64. A variance of 0 is a known f."""
-
-    likelihood: PolyaGamma
-    f_mean: Float[Tensor, "S"]
-    f_variance: Float[Tensor, "S"]
-
-    @property
-    def mean(self) -> Float[Tensor, "S"]:
-        return self.likelihood.mean(self.f_mean, self.f_variance)
-
-    @property
-    def variance(self) -> Float[Tensor, "S"]:
-        """Variance of the value, from f and from p(x | f) together."""
-        return self.likelihood.variance(self.f_mean, self.f_variance)
-
-    def log_prob(self, values: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
-        """log E_f[p(x | f)], by quadrature."""
-
-        def log_prob(f):
-            return self.likelihood.log_prob(values[..., None], f)
-
-        return log_expectation(log_prob, self.f_mean, self.f_variance, self.likelihood.width)
-
-    def quantile(self, q: float) -> Float[Tensor, "S"]:
-        """The smallest count k with P(x <= k) >= q; for binary entries the q-quantile of the probability."""
-        return self.likelihood.quantile(q, self.f_mean, self.f_variance)
-
-    def sample(self, n: int) -> Float[Tensor, "n S"]:
-        """n independent draws of every entry."""
-        noise = torch.randn(n, *self.f_mean.shape, dtype=self.f_mean.dtype, device=self.f_mean.device)
-        return self.likelihood.sample(self.f_mean + self.f_variance.sqrt() * noise)
-
-    @property
-    def relative_median(self) -> Float[Tensor, "S"]:
-        return self.likelihood.relative_median(self.f_mean, self.f_variance)
-
-    def plugin(self) -> "LatentGaussian":
-        """f fixed at its mean, p(x | f = f_mean): what the paper's tables hold."""
-        return replace(self, f_variance=torch.zeros_like(self.f_variance))
-
-    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
-        """Also the standard deviation, the 5% and 95% quantiles, and the posterior of f."""
-        return {
-            "mean": self.mean,
-            "std": self.variance.sqrt(),
-            "lower": self.quantile(0.05),
-            "upper": self.quantile(0.95),
-            "log_prob": self.log_prob(values),
-            "f_mean": self.f_mean,
-            "f_std": self.f_variance.sqrt(),
-        }
-
-
-def normal_grid(variance: Float[Tensor, "S"], width: float) -> tuple[Float[Tensor, "G"], Float[Tensor, "G"]]:
-    """Nodes and log weights of the trapezoid rule for E[g(mean + sd z)], z standard normal.
-
-    Where g has no finer detail than `width`, the integrand has none finer than h = (1 + sd^2 / width^2)^-1/2 in z, the
-    width of the product of two Gaussians. With h as its step the rule's relative error is about
-    2 exp(-2 pi^2) = 5e-9. The entry with the largest variance decides for all.
-    """
-    steps = ceil(12 * (1 + variance.max().item() / width**2) ** 0.5)
-    nodes = torch.linspace(-12, 12, 2 * steps + 1, dtype=variance.dtype, device=variance.device)
-    return nodes, torch.log_softmax(-nodes.square() / 2, -1)
-
-
-def log_expectation(
-    log_function, mean: Float[Tensor, "S"], variance: Float[Tensor, "S"], width: float
-) -> Float[Tensor, "S"]:
-    """log E[exp(log_function(f))] for f ~ N(mean, variance), without leaving the log domain; `width` as above."""
-    nodes, log_weights = normal_grid(variance, width)
-    f = mean[..., None] + variance.sqrt()[..., None] * nodes
-    return torch.logsumexp(log_function(f) + log_weights, -1)

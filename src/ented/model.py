@@ -23,7 +23,8 @@ from ented.distributed import all_reduce
 from ented.factors import FactorTable
 from ented.inducing import Features, InducingBlocks
 from ented.kernels import RBF
-from ented.likelihoods import LatentGaussian, PolyaGamma
+from ented.likelihoods import PolyaGamma
+from ented.predictive import LatentGaussian
 from ented.tensor import InputError
 from ented.variational import GaussianBlocks
 
@@ -36,38 +37,23 @@ class FactorProcess(nn.Module):
 
     Parameters
     ----------
-    shape : sizes I_1, ..., I_D of the tensor's modes.
-    rank : length R of a factor row, the same in every mode.
+    table : the factors.
     inducing : number of inducing points.
-    init_std : standard deviation of the Gaussian that Z and X start from.
+    kernel : covariance function, by default the paper's.
     jitter : added to the diagonal of k(X, X).
-    kernel : covariance function.
-    sparse_gradients, posterior_std, mean : see `ented.factors.FactorTable`.
 
     Raises
     ------
-    InputError : a rank or number of inducing points below 1.
+    InputError : a number of inducing points below 1.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        rank: int,
-        inducing: int = 100,
-        init_std: float = 0.5,
-        jitter: float = 1e-4,
-        kernel: RBF | None = None,
-        sparse_gradients: bool = False,
-        posterior_std: float | None = None,
-        mean: str = "zero",
-    ):
+    def __init__(self, table: FactorTable, inducing: int = 100, kernel: RBF | None = None, jitter: float = 1e-4):
         super().__init__()
-        for name, value in {"rank": rank, "inducing": inducing}.items():
-            if value < 1:
-                raise InputError(f"{name}={value}: it must be at least 1")
-        self.table = FactorTable(shape, rank, init_std, posterior_std, mean, sparse_gradients)
+        if inducing < 1:
+            raise InputError(f"inducing={inducing}: it must be at least 1")
+        self.table = table
         self.kernel = kernel or RBF()
-        self.inducing = InducingBlocks(inducing, len(shape) * rank, init_std, jitter)
+        self.inducing = InducingBlocks(inducing, len(table.shape) * table.rank, table.init_std, jitter)
         # not 0 once a factorisation has failed; read once an epoch, so that no step waits for the device
         self.register_buffer("failures", torch.zeros((), dtype=torch.long), persistent=False)
 
@@ -123,7 +109,7 @@ class ENTED(FactorProcess):
 
     Parameters
     ----------
-    shape, rank, init_std, jitter, kernel, sparse_gradients, posterior_std, mean : see `FactorProcess`.
+    table, kernel, jitter : see `FactorProcess`.
     likelihood : of an entry given f.
     inducing : inducing points in all blocks together.
     blocks : orthogonal blocks they are divided into: 2 is ENTED, 1 is GPTF-PG.
@@ -135,26 +121,21 @@ class ENTED(FactorProcess):
 
     def __init__(
         self,
-        shape: tuple[int, ...],
+        table: FactorTable,
         likelihood: PolyaGamma,
-        rank: int,
         inducing: int = 100,
         blocks: int = 2,
-        init_std: float = 0.5,
-        jitter: float = 1e-4,
         kernel: RBF | None = None,
-        sparse_gradients: bool = False,
-        posterior_std: float | None = None,
-        mean: str = "zero",
+        jitter: float = 1e-4,
     ):
-        super().__init__(shape, rank, inducing, init_std, jitter, kernel, sparse_gradients, posterior_std, mean)
+        super().__init__(table, inducing, kernel, jitter)
         if blocks < 1:
             raise InputError(f"model.blocks={blocks}: it must be at least 1")
         if inducing % blocks:
             raise InputError(f"inducing={inducing} points cannot be divided into model.blocks={blocks} equal blocks")
         self.likelihood = likelihood
         self.q = GaussianBlocks(blocks, inducing // blocks)
-        self.has_mean = mean != "zero" or likelihood.learned
+        self.has_mean = table.constant is not None or likelihood.learned
 
     def moments(
         self, features: Features

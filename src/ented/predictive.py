@@ -1,11 +1,14 @@
 """What every method answers to `predictive(indices)`: the distribution of some entries, or a number for each."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from ented.likelihoods import PolyaGamma
+from ented.quadrature import log_expectation
 
 # of predictions.csv, whatever the method, beside one for each mode
 COLUMNS = {"value", "mean", "std", "lower", "upper", "log_prob", "f_mean", "f_std"}
@@ -71,3 +74,58 @@ class Point(Predictive):
 
     def log_prob(self, values: Float[Tensor, "S"]) -> None:
         return None
+
+
+@dataclass
+class LatentGaussian(Predictive):
+    """x ~ p(x | f) with f ~ N(f_mean, f_variance), in float64. A variance of 0 is a known f."""
+
+    likelihood: PolyaGamma
+    f_mean: Float[Tensor, "S"]
+    f_variance: Float[Tensor, "S"]
+
+    @property
+    def mean(self) -> Float[Tensor, "S"]:
+        return self.likelihood.mean(self.f_mean, self.f_variance)
+
+    @property
+    def variance(self) -> Float[Tensor, "S"]:
+        """Variance of the value, from f and from p(x | f) together."""
+        return self.likelihood.variance(self.f_mean, self.f_variance)
+
+    def log_prob(self, values: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
+        """log E_f[p(x | f)], by quadrature."""
+
+        def log_prob(f):
+            return self.likelihood.log_prob(values[..., None], f)
+
+        return log_expectation(log_prob, self.f_mean, self.f_variance, self.likelihood.width)
+
+    def quantile(self, q: float) -> Float[Tensor, "S"]:
+        """The smallest count k with P(x <= k) >= q; for binary entries the q-quantile of the probability."""
+        return self.likelihood.quantile(q, self.f_mean, self.f_variance)
+
+    def sample(self, n: int) -> Float[Tensor, "n S"]:
+        """n independent draws of every entry."""
+        noise = torch.randn(n, *self.f_mean.shape, dtype=self.f_mean.dtype, device=self.f_mean.device)
+        return self.likelihood.sample(self.f_mean + self.f_variance.sqrt() * noise)
+
+    @property
+    def relative_median(self) -> Float[Tensor, "S"]:
+        return self.likelihood.relative_median(self.f_mean, self.f_variance)
+
+    def plugin(self) -> "LatentGaussian":
+        """f fixed at its mean, p(x | f = f_mean): what the paper's tables hold."""
+        return replace(self, f_variance=torch.zeros_like(self.f_variance))
+
+    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
+        """Also the standard deviation, the 5% and 95% quantiles, and the posterior of f."""
+        return {
+            "mean": self.mean,
+            "std": self.variance.sqrt(),
+            "lower": self.quantile(0.05),
+            "upper": self.quantile(0.95),
+            "log_prob": self.log_prob(values),
+            "f_mean": self.f_mean,
+            "f_std": self.f_variance.sqrt(),
+        }

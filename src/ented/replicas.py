@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ented.adam import ReplicaAdam
 from ented.datamodule import COODataModule, generator
-from ented.lightning import ENTEDModule, check_numbers, warn_of_many_points
-from ented.likelihoods import LatentGaussian
+from ented.gaussian_process import ENTEDModule, check_numbers, warn_of_many_points
 from ented.model import ENTED
+from ented.predictive import LatentGaussian
 from ented.recorder import History
 from ented.tensor import COOTensor
 

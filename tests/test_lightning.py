@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 from training import fit
 
 from ented.datamodule import COODataModule
-from ented.gaussian_process import ENTEDModule
+from ented.gaussian_process import ENTEDModule, check_numbers, initial_lengthscales
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.tensor import COOTensor
+from ented.tensor import COOTensor, InputError
 
 SHAPE = (7, 6, 5)
 
@@ -27,10 +27,14 @@ def make_data(kind: str, batch_size: int, held_out: float = 0.0) -> COODataModul
 def make_module(kind: str, **settings) -> ENTEDModule:
     torch.manual_seed(0)
     likelihood = Bernoulli() if kind == "binary" else NegativeBinomial(20)
-    settings = {"lr": 0.01, "rho": 0.3, "milestones": ()} | settings
-    return ENTEDModule(SHAPE, likelihood, 2, inducing=8, blocks=2, init_std=0.5, jitter=1e-4, **settings).double()
+    settings = {"init_std": 0.5, "jitter": 1e-4, "lr": 0.01, "rho": 0.3, "milestones": ()} | settings
+    return ENTEDModule(SHAPE, likelihood, 2, inducing=8, blocks=2, **settings).double()
 
 
+ALL = {
+    **{"factors": "variational", "kernel": "ard", "lengthscale_ratio": 2.0, "mean": "degrees"},
+    **{"inducing_inputs": "data", "annealing": True},
+}
 kinds = pytest.mark.parametrize("kind", ["binary", "count"])
 
 
@@ -81,9 +85,7 @@ def test_the_learning_rate_falls_to_three_tenths_at_the_milestones(tmp_path):
     assert rates == pytest.approx([0.01] * 6 + [0.003] * 2 + [0.0009] * 2)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"sparse_gradients": True}, {"factors": "variational", "kernel": "ard", "mean": "effects"}]
-)
+@pytest.mark.parametrize("settings", [{}, {"sparse_gradients": True}, ALL])
 @pytest.mark.parametrize("held_out", [0.0, 0.2])
 def test_a_fit_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, held_out, settings):
     class Interrupt(L.Callback):
@@ -152,3 +154,51 @@ def test_a_step_with_sparse_gradients_moves_the_rows_of_its_batch_alone(compile,
         moved = (before != after).any(1).nonzero().squeeze(1)
         assert torch.equal(moved, rows)
     assert not module.model.table.Z_bar.any()
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 5.0])
+def test_lengthscales_start_alike_in_every_mode_and_grow_from_factor_to_factor(float64, ratio):
+    of_modes = initial_lengthscales(3, 4, ratio).view(3, 4)
+    assert torch.equal(of_modes[0], of_modes[1]) and torch.equal(of_modes[0], of_modes[2])
+    torch.testing.assert_close(of_modes[:, 1:] / of_modes[:, :-1], torch.full((3, 3), ratio))
+    # inputs with unit variance lie at a scaled squared distance of 2 on average, whatever rank and ratio
+    assert of_modes.pow(-2).sum().item() == pytest.approx(1)
+
+
+def test_annealing_takes_both_step_sizes_down_to_zero(tmp_path):
+    """Half a cosine: all at first, a half in the middle, and little in the last epoch."""
+    sizes = []
+
+    class Watch(L.Callback):
+        def on_train_batch_start(self, trainer, module, *_):
+            sizes.append((module.optimizers().param_groups[0]["lr"], module.rho_now.item()))
+
+    fit(make_module("binary", annealing=True), make_data("binary", 41), 4, tmp_path, Watch())
+    shares = torch.tensor([1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5], dtype=torch.float64)
+    torch.testing.assert_close(torch.tensor(sizes, dtype=torch.float64), shares[:, None] * torch.tensor([0.01, 0.3]))
+
+
+def test_inducing_inputs_start_near_the_factors_of_training_entries():
+    module, data = make_module("binary", inducing_inputs="data", init_std=3.0), make_data("binary", 41)
+    X = module.model.inducing.X.detach().clone()
+    module.start(data.train)
+    at = (module.inducing_entries * 41).long()
+    factors = module.model.table.draw(data.train.indices[at]).z
+    torch.testing.assert_close(module.model.inducing.X - factors, 0.2 * X)
+    assert len(at.unique()) > 4
+
+
+def test_a_parameter_beyond_all_bounds_is_noticed():
+    """Whichever it is, also where the bound of the last step was finite."""
+    model = ENTEDModule(
+        SHAPE, NegativeBinomial(20.0, learned=True), 2, 8, 2, 0.5, 1e-4, 0.01, 0.3, **ALL
+    ).model.double()
+    check_numbers(model, torch.zeros(()), 0.01, 0)
+    names = dict(model.named_parameters())
+    assert len(names) == 8  # Z, X, a_0, tau, gamma, lengthscales, variance, zeta
+    for parameter in names.values():
+        kept = parameter.data.clone()
+        parameter.data.flatten()[-1] = torch.nan
+        with pytest.raises(InputError, match="in epoch 1 with lr=0.01"):
+            check_numbers(model, torch.zeros(()), 0.01, 0)
+        parameter.data.copy_(kept)

@@ -256,9 +256,7 @@ def test_a_batch_stands_for_copies_of_itself():
 
 def gradient_by_hand(model, indices, x, scale):
     """Of the bound, in Z and X."""
-    features = model.features(indices)
-    phi_bar, mean_bar, variance_bar, _, _, _ = model.gradients(features, x, scale)
-    model.backward(features, phi_bar, scale, mean_bar, variance_bar)
+    model.set_gradients(model.features(indices), x, scale)
     return -model.Z.grad, -model.inducing.X.grad
 
 
@@ -304,7 +302,7 @@ def test_gradient_is_the_slope_of_the_models_own_bound(kind, blocks):
 @kinds
 def test_the_gradients_come_with_the_bounds_and_the_mean_of_f(kind):
     model, (indices, x) = make_model(kind, 2), make_entries(kind)
-    *_, bound, mean = model.gradients(model.features(indices), x, 1.0)
+    bound, mean = model.set_gradients(model.features(indices), x, 1.0)
     with torch.no_grad():
         M = side_by_side(model.Z, indices)
         f_mean, _, kl = dense_posterior(model.inducing.X, M, model.q.mean, model.q.covariance)
@@ -343,9 +341,7 @@ def test_sparse_gradients_of_an_epochs_batches_add_up_to_the_gradient(kind):
     gradient_by_hand(dense, indices, x, 1.0)
     X_bar = torch.zeros_like(sparse.inducing.X)
     for part in torch.arange(ENTRIES).split(5):
-        features = sparse.features(indices[part])
-        phi_bar, *_ = sparse.gradients(features, x[part], 1.0)
-        sparse.backward(features, phi_bar, 1.0)
+        sparse.set_gradients(sparse.features(indices[part]), x[part], 1.0)
         X_bar += sparse.inducing.X.grad
     torch.testing.assert_close((sparse.Z.grad, X_bar), (dense.Z.grad, dense.inducing.X.grad), rtol=1e-9, atol=1e-11)
 

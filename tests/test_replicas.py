@@ -51,7 +51,10 @@ def assert_same(together, alone, histories, expected):
         assert history.seconds > 0
 
 
-ALL = {"factors": "variational", "kernel": "ard", "mean": "effects"}
+ALL = {
+    **{"factors": "variational", "kernel": "ard", "lengthscale_ratio": 2.0, "mean": "degrees"},
+    **{"inducing_inputs": "data", "annealing": True},
+}
 
 
 @pytest.mark.parametrize(

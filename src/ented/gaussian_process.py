@@ -48,7 +48,8 @@ def check_numbers(
     InputError : a factorisation failed in this epoch, or the bound is not finite.
     """
     # the last step may have left the parameters beyond all bounds: 0 if their squares are finite, nan otherwise
-    squares = sum((0 * parameter.square()).sum((-2, -1)) for parameter in (model.Z, model.inducing.X))
+    leading = bound_sum.ndim
+    squares = sum((0 * parameter.square()).flatten(leading).sum(leading) for parameter in model.parameters())
     failures, bound = all_reduce(model.failures.double(), bound_sum + squares)
 
     def where(failed: Bool[Tensor, "..."]) -> str:
@@ -201,8 +202,8 @@ class ENTEDModule(GaussianProcessModule):
         super().__init__(likelihood.kind, model, lr, milestones)
         self.step = torch.compile(model.step) if compile else model.step
         self.rho, self.annealing = rho, annealing
-        # which entries the inducing inputs start at, as shares of all
-        self.start_at = torch.rand(inducing) if inducing_inputs == "data" else None
+        # the entries that the inducing inputs start at, each as a share of all that stand before it
+        self.inducing_entries = torch.rand(inducing) if inducing_inputs == "data" else None
         self.register_buffer("rho_now", torch.tensor(rho, dtype=torch.float64), persistent=False)
         self.register_buffer("log_prob_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
@@ -213,8 +214,8 @@ class ENTEDModule(GaussianProcessModule):
         model = self.model
         if model.table.constant is not None:
             model.table.constant.copy_(model.likelihood.intercept(values) - model.likelihood.offset)
-        if self.start_at is not None:
-            model.move_inducing(indices[(self.start_at * len(values)).long()])
+        if self.inducing_entries is not None:
+            model.start_inducing_at(indices[(self.inducing_entries * len(values)).long()])
 
     def anneal(self, epoch: int, epochs: int) -> float:
         """What lr and rho are multiplied by in an epoch, from 0, of so many."""

@@ -29,7 +29,7 @@ from ented.tensor import InputError
 from ented.variational import GaussianBlocks
 
 DRAWS = 32  # of factors that have a posterior, for a prediction
-NEAR = 0.2  # part of their initial spread at which inducing inputs lie around the factors of entries
+SPREAD = 0.2  # of inducing inputs around the factors of entries, as a part of their own
 
 
 class FactorProcess(nn.Module):
@@ -94,10 +94,10 @@ class FactorProcess(nn.Module):
         self.table.add_prior()
 
     @torch.no_grad()
-    def move_inducing(self, indices: Int[Tensor, "P D"]) -> None:
-        """Put the inducing inputs near the factors of P entries, one near each."""
+    def start_inducing_at(self, indices: Int[Tensor, "P D"]) -> None:
+        """Put the new inducing inputs near the factors of P entries, one near each."""
         X = self.inducing.X
-        X.mul_(NEAR).add_(self.table.draw(indices).z)
+        X.mul_(SPREAD).add_(self.table.draw(indices).z)
 
     def log_prior(self) -> Float[Tensor, "..."]:
         """log p(Z), or -KL(q(Z) | p(Z))."""
@@ -192,9 +192,7 @@ class ENTED(FactorProcess):
         """
         features = self.features(indices, noise)
         self.natural_gradient_step(features, values, scale, rho)
-        phi_bar, mean_bar, variance_bar, others, bound, mean = self.gradients(features, values, scale)
-        self.backward(features, phi_bar, scale, mean_bar, variance_bar, others)
-        return bound, mean
+        return self.set_gradients(features, values, scale)
 
     @torch.no_grad()
     def natural_gradient_step(
@@ -216,33 +214,27 @@ class ENTED(FactorProcess):
         self.failures += info.sum(-1) + features.info
 
     @torch.no_grad()
-    def gradients(
+    def set_gradients(
         self, features: Features, values: Float[Tensor, "... S"], scale: float | Float[Tensor, "... S"]
-    ) -> tuple[Tensor, Tensor, Tensor, dict[nn.Parameter, Tensor], Tensor, Tensor]:
-        """Derivatives of minus the bound, with q held fixed: what reaches Z, X and the kernel goes through them.
+    ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
+        """Set all gradients, those of minus the bound with q held fixed. Returns what `step` does.
 
-        q(omega) is optimal for q(u), so the bound's gradient does not pass through it (envelope theorem), and the KL
-        does not depend on the others. With D_i = S_i - I, the derivatives are, for entry n,
+        q(omega) is optimal for q(u), so the bound's gradient does not pass through it (envelope theorem), and KL(q | p)
+        depends on nothing else. What reaches Z, X and the kernel goes through these derivatives, for entry n, with
+        D_i = S_i - I:
 
             mean of f:      scale (theta_n mu_n - chi_n)
             variance of f:  scale theta_n / 2
             phi_in:         scale ((theta_n mu_n - chi_n) m_i + theta_n D_i phi_in).
-
-        Returns
-        -------
-        phi_bar, mean_bar, variance_bar : these.
-        others : those in the likelihood's parameters.
-        bound : of each entry at the current q.
-        mean : posterior mean of f at each entry.
         """
         mean, variance, D_phi = self.moments(features)
         theta, target = self.likelihood.sites(values, mean, variance)
-        bound = self.likelihood.bound(values, mean, variance)
-        mean_bar = scale * (theta * mean - target)
+        mean_bar, variance_bar = scale * (theta * mean - target), scale * theta / 2
         phi_bar = D_phi.mul_((scale * theta)[..., None])
         phi_bar.addcmul_(mean_bar[..., None], self.q.mean.flatten(-2)[..., None, :])
         others = {}
         if self.likelihood.learned:  # the offset is -log zeta
             slope = scale * self.likelihood.slope(values, mean, variance)
             others[self.likelihood.log_zeta] = -(slope + mean_bar).sum(-1, keepdim=True)
-        return phi_bar, mean_bar, scale * theta / 2, others, bound, mean
+        self.backward(features, phi_bar, scale, mean_bar, variance_bar, others)
+        return self.likelihood.bound(values, mean, variance), mean

@@ -84,9 +84,7 @@ def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> str:
     protocol=paper that is further than two published standard deviations away is marked: + where it is better,
     - where it is worse.
     """
-    published = published.assign(model=published.method.str.lower())
-    published = published.set_index(["dataset", "model", "rank", "metric"])[["mean", "std"]]
-    parts = []
+    published, parts = by_cell(published), []
     for dataset in numbers.dataset.unique():
         part = numbers[numbers.dataset == dataset].sort_values(["model", "rank"], kind="stable")
         metrics = ["auc", "nll"] if (part.metric == "auc").any() else ["rmse", "mape", "nll"]
@@ -123,38 +121,44 @@ def beside(numbers: pd.DataFrame, published: pd.DataFrame, rivals: pd.DataFrame)
     published is; rmse and mape are those of the best summary of the predictive distribution, and the plug-in one stands
     beside them. p is that of a paired t-test over the folds that both have.
     """
-    published = published.assign(model=published.method.str.lower())
-    published = published.set_index(["dataset", "model", "rank", "metric"])[["mean", "std"]]
+    published, rows = by_cell(published), []
     rivals = rivals[rivals.missing == "masked"]
-    rows = []
-    for (dataset, rank, model, protocol), cell in numbers.groupby(["dataset", "rank", "model", "protocol"], sort=False):
+    cells = numbers.sort_values("rank", kind="stable").groupby(["dataset", "rank", "model", "protocol"], dropna=False)
+    for (dataset, rank, model, protocol), cell in cells:
         others = rivals[(rivals.dataset == dataset) & (rivals.protocol == protocol)]
         others = others[others["rank"].isna() | (others["rank"] == rank)]
         for metric in ["auc", "nll_plugin"] if (cell.metric == "auc").any() else ["rmse", "mape", "nll_plugin"]:
             name, sign = metric.removesuffix("_plugin"), -1 if metric == "auc" else 1
-            by_fold = cell[cell.metric == metric].groupby("fold").value.mean()
-            values = cell[cell.metric == metric].value
-            row = {"dataset": dataset, "rank": rank, "metric": name}
+            of_metric = cell[cell.metric == metric]
+            ours = of_metric.value.mean()
             key = (dataset, model, rank, name)
             paper = published.loc[key] if key in published.index else None
-            row["published"] = "–" if paper is None else plus_minus(paper["mean"], paper["std"])
-            row[model] = spread(values)
-            plugin = cell[cell.metric == f"{name}_plugin"].value
-            row["plug-in"] = spread(plugin) if metric != "auc" else ""
+            ahead = ["published"] if paper is not None and sign * ours < sign * paper["mean"] else []
             means = (sign * others[others.metric == metric].groupby("model").value.mean()).sort_values()
-            row["best rival"], row["p"] = "–", ""
-            ahead = ["published"] if paper is not None and sign * values.mean() < sign * paper["mean"] else []
+            rival = p = None
             if len(means):
                 best = others[(others.model == means.index[0]) & (others.metric == metric)]
-                row["best rival"] = f"{means.index[0]} {spread(best.value)}"
-                pairs = pd.concat([by_fold, best.groupby("fold").value.mean()], axis=1).dropna()
-                if len(pairs) > 1:
-                    row["p"] = f"{ttest_rel(pairs.iloc[:, 0], pairs.iloc[:, 1]).pvalue:.2g}"
-                ahead += ["rivals"] if sign * values.mean() < means.iloc[0] else []
-            row["ahead of"] = " and ".join(ahead) or "none"
-            row["runs"] = len(values)
-            rows.append(row)
-    return markdown(pd.DataFrame(rows))
+                rival = f"{means.index[0]} {spread(best.value)}"
+                pairs = [table.groupby("fold").value.mean() for table in (of_metric, best)]
+                pairs = pd.concat(pairs, axis=1).dropna()
+                p = f"{ttest_rel(*pairs.to_numpy().T).pvalue:.2g}" if len(pairs) > 1 else None
+                ahead += ["rivals"] if sign * ours < means.iloc[0] else []
+            rows.append(
+                {
+                    **{"dataset": dataset, "rank": rank, "metric": name},
+                    "published": None if paper is None else plus_minus(paper["mean"], paper["std"]),
+                    model: spread(of_metric.value),
+                    "plug-in": None if metric == "auc" else spread(cell[cell.metric == f"{name}_plugin"].value),
+                    **{"best rival": rival, "p": p, "ahead of": " and ".join(ahead) or "none", "runs": len(of_metric)},
+                }
+            )
+    return markdown(pd.DataFrame(rows).fillna("–"))
+
+
+def by_cell(published: pd.DataFrame) -> pd.DataFrame:
+    """The published means and standard deviations by dataset, model, rank and metric."""
+    published = published.assign(model=published.method.str.lower())
+    return published.set_index(["dataset", "model", "rank", "metric"])[["mean", "std"]]
 
 
 def mark(metric: str, ours: float, mean: float, std: float) -> str:

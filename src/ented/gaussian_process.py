@@ -159,7 +159,8 @@ class ENTEDModule(GaussianProcessModule):
     likelihood, inducing, blocks, jitter : see `ented.model.ENTED`.
     factors, posterior_std : whether Z has a posterior, and the standard deviations that it starts from.
     kernel : "fixed", RBF with lengthscale and variance 1; "rbf" learns them, "ard" a lengthscale for each input.
-    lengthscale, lengthscale_ratio : what learned ones start from, see `initial_lengthscales`.
+    lengthscale, lengthscale_ratio : what learned ones start from, see `initial_lengthscales`; auto is a ratio of 1 for
+        binary entries and 2 for counts.
     inducing_inputs : where they start, "gaussian" noise or near the factors of training entries, "data".
     lr, milestones : of Adam, see `GaussianProcessModule`.
     rho : natural gradient step size in (0, 1].
@@ -185,7 +186,7 @@ class ENTEDModule(GaussianProcessModule):
         posterior_std: float = 0.1,
         kernel: Literal["fixed", "rbf", "ard"] = "fixed",
         lengthscale: float = 1.0,
-        lengthscale_ratio: float = 1.0,
+        lengthscale_ratio: float | Literal["auto"] = "auto",
         mean: Literal["zero", "constant", "effects", "degrees"] = "zero",
         inducing_inputs: Literal["gaussian", "data"] = "gaussian",
         annealing: bool = False,
@@ -196,7 +197,8 @@ class ENTEDModule(GaussianProcessModule):
         elif kernel == "rbf":
             covariance = RBF(lengthscale * sqrt(len(shape) * rank), learned=True)
         else:
-            covariance = RBF(lengthscale * initial_lengthscales(len(shape), rank, lengthscale_ratio), learned=True)
+            ratio = {"binary": 1, "count": 2}[likelihood.kind] if lengthscale_ratio == "auto" else lengthscale_ratio
+            covariance = RBF(lengthscale * initial_lengthscales(len(shape), rank, ratio), learned=True)
         table = FactorTable(shape, rank, init_std, std, mean, sparse_gradients)
         model = ENTED(table, likelihood, inducing, blocks, covariance, jitter)
         super().__init__(likelihood.kind, model, lr, milestones)

@@ -43,14 +43,22 @@ def test_rows_are_those_of_each_mode(float64):
     assert draw.mean == draw.variance == 0
 
 
+def centred_log(degrees, i, new) -> float:
+    """Of one more than the number of other entries in row i, by a list of the training entries' rows."""
+    rows = [row for row, degree in enumerate(degrees.tolist()) for _ in range(degree)]
+    centre = sum(log(rows.count(row)) for row in rows) / len(rows)
+    return log(rows.count(i) + new or 1) - centre
+
+
+@pytest.mark.parametrize("new", [False, True])
 @means
-def test_a_draw_has_the_posterior_of_its_rows(float64, mean):
+def test_a_draw_has_the_posterior_of_its_rows(float64, mean, new):
     """Moments over many draws of z; those of o in closed form, from a loop over rows."""
     table, indices = make(0.3, mean), entries()
     noise = torch.randn(20_000, 1, len(SHAPE), RANK)
     with torch.no_grad():
         draws = torch.stack([table.draw(indices, n.expand(ENTRIES, -1, -1)).z for n in noise])
-        draw = table.draw(indices)
+        draw = table.draw(indices, new=new)
         columns = table.Z.split([RANK, *[1] * (mean in EFFECTS), RANK, *[1] * (mean in EFFECTS)], 1)
     Z, log_std = (columns[0], columns[2]) if mean in EFFECTS else columns
     offsets = [0, SHAPE[0], SHAPE[0] + SHAPE[1]]
@@ -67,11 +75,10 @@ def test_a_draw_has_the_posterior_of_its_rows(float64, mean):
                 expected += tau * columns[1][row].item()
                 variance += (tau * columns[3][row].exp().item()) ** 2
         if mean == "degrees":
-            for mode, (gamma, row) in enumerate(zip(table.gamma.tolist(), rows, strict=True)):
-                log_degrees = [log(1 + DEGREES[rows[mode] - cell[mode] + i]) for i in range(SHAPE[mode])]
-                weights = [DEGREES[rows[mode] - cell[mode] + i].item() for i in range(SHAPE[mode])]
-                centre = sum(w * c for w, c in zip(weights, log_degrees, strict=True)) / sum(weights)
-                expected += gamma * (log(1 + DEGREES[row]) - centre)
+            expected += sum(
+                gamma * centred_log(degrees, i, new)
+                for gamma, degrees, i in zip(table.gamma.tolist(), DEGREES.split(SHAPE), cell, strict=True)
+            )
         found = [torch.as_tensor(moment).expand(ENTRIES)[n].item() for moment in (draw.mean, draw.variance)]
         assert found == pytest.approx([expected, variance])
 
@@ -127,7 +134,7 @@ def test_leading_dimensions_equal_a_loop(float64, std, mean):
     table, indices = make(std, mean, leading=(2,)), entries((2,))
     noise = torch.randn(2, ENTRIES, len(SHAPE), RANK)
     if mean == "degrees":
-        table.log_degrees = table.log_degrees.expand(2, -1)
+        table.log_degrees = table.log_degrees.expand(2, 2, -1)
     together = FactorTable.draw(shifted(table), indices, noise)
     for i in range(2):
         single = make(std, mean)

@@ -4,11 +4,12 @@ Row i of mode d holds the R factors z_i^(d) and, with main effects, one number a
 They are point estimates, or have a mean-field Gaussian posterior: then Z holds the means, and in as many further
 columns the logarithms of the standard deviations. The factors enter the kernel. The effects make the mean of f,
 
-    o_n = a_0 + sum_d (tau_d a_{i_d}^(d) + gamma_d c_{i_d}^(d)),    c_i = log(1 + n_i) - mean of that over the entries,
+    o_n = a_0 + sum_d (tau_d a_{i_d}^(d) + gamma_d c_{i_d}^(d)),
 
-whose constant a_0, scales tau_d and slopes gamma_d are point estimates. n_i is the degree of a row, its number of
-training entries: where events are recorded, a row that has few of them is mostly one of small values, and one that has
-none is not an average row.
+whose constant a_0, scales tau_d and slopes gamma_d are point estimates. c_i is the logarithm of one more than the number
+of other training entries in the row, centred over the training entries: with the row's degree n_i, its number of training
+entries, log n_i for one of these, and log(1 + n_i) for a new entry. Where events are recorded, a row that has few of
+them is mostly one of small values, and one that has none is not an average row.
 
 A minibatch draws z = mean + std * noise anew for each of its entries, so that the gradient passes through the draw
 (Kingma and Welling 2014). Effects need no draw: f is linear in them, and their variance adds to that of f.
@@ -39,6 +40,7 @@ class Draw:
     # and what the backward pass takes up again
     values: Float[Tensor, "... S D W"]  # the rows of Z
     deviation: Float[Tensor, "... S D R"] | None  # z less its mean
+    log_degrees: Float[Tensor, "... S D"] | None  # c
 
 
 class FactorTable(nn.Module):
@@ -87,7 +89,7 @@ class FactorTable(nn.Module):
             self.log_tau = nn.Parameter(torch.zeros(len(shape)))
         if self.slopes:
             self.gamma = nn.Parameter(torch.zeros(len(shape)))
-            self.register_buffer("log_degrees", torch.zeros(rows))  # c
+            self.register_buffer("log_degrees", torch.zeros(2, rows))  # c for a training entry, and for a new one
         if sparse_gradients:
             # the gradient's place, zero between the steps, see `ented.adam.RowAdam`
             self.register_buffer("Z_bar", torch.zeros_like(self.Z), persistent=False)
@@ -104,9 +106,12 @@ class FactorTable(nn.Module):
         With sparse gradients, a row that has none is put where its prior is highest.
         """
         if self.slopes:
-            of_modes = degrees.to(self.log_degrees).split(self.shape)
-            centred = [n.log1p() - (n * n.log1p()).sum() / n.sum() for n in of_modes]
-            self.log_degrees.copy_(torch.cat(centred))
+            centred = []
+            for n in degrees.to(self.log_degrees).split(self.shape):
+                of_training, of_new = n.clamp_min(1).log(), n.log1p()
+                centre = (n * of_training).sum() / n.sum()
+                centred.append(torch.stack([of_training, of_new]) - centre)
+            self.log_degrees.copy_(torch.cat(centred, -1))
         if self.sparse_gradients:
             self.degrees.copy_(degrees)
             self.Z.mul_((self.degrees > 0)[:, None])  # a mean of 0 and a standard deviation of 1
@@ -115,11 +120,16 @@ class FactorTable(nn.Module):
         """The entries' rows of Z."""
         return indices + self.offsets
 
-    def draw(self, indices: Int[Tensor, "... S D"], noise: Float[Tensor, "... S D R"] | None = None) -> Draw:
-        """The factors of a batch, at their means where there is no noise, and the mean function."""
+    def draw(
+        self, indices: Int[Tensor, "... S D"], noise: Float[Tensor, "... S D R"] | None = None, new: bool = False
+    ) -> Draw:
+        """The factors of a batch, at their means where there is no noise, and the mean function.
+
+        `new` says that the entries are not those of the training set.
+        """
         rows = self.rows(indices)
         values = embedding(rows, self.Z.flatten(0, -2))
-        z, deviation = values[..., : self.rank], None
+        z, deviation, log_degrees = values[..., : self.rank], None, None
         if self.variational and noise is not None:
             deviation = values[..., self.means : self.means + self.rank].exp() * noise
             z = z + deviation
@@ -128,10 +138,11 @@ class FactorTable(nn.Module):
             tau = self.log_tau.exp()[..., None, :]
             mean = mean + (tau * values[..., self.rank]).sum(-1)
         if self.slopes:
-            mean = mean + (self.gamma[..., None, :] * self.log_degrees.flatten()[rows]).sum(-1)
+            log_degrees = self.log_degrees[..., int(new), :].flatten()[rows]
+            mean = mean + (self.gamma[..., None, :] * log_degrees).sum(-1)
         if self.effects and self.variational:
             variance = (tau * values[..., -1].exp()).square().sum(-1)
-        return Draw(rows, z.flatten(-2), mean, variance, values, deviation)
+        return Draw(rows, z.flatten(-2), mean, variance, values, deviation, log_degrees)
 
     def prediction_noise(self, draws: int) -> list[Float[Tensor, "D R"] | None]:
         """For draws that stand for the posterior, always the same: quantiles at the points of a Sobol sequence."""
@@ -173,7 +184,7 @@ class FactorTable(nn.Module):
         if self.effects:
             found[self.log_tau] = of_tau.sum(-2)
         if self.slopes:
-            found[self.gamma] = (mean_bar[..., None] * self.log_degrees.flatten()[draw.rows]).sum(-2)
+            found[self.gamma] = (mean_bar[..., None] * draw.log_degrees).sum(-2)
         values_bar = torch.cat(columns, -1) if len(columns) > 1 else z_bar
         if self.sparse_gradients:
             share = (scale / self.degrees[draw.rows])[..., None]

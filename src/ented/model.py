@@ -61,9 +61,11 @@ class FactorProcess(nn.Module):
     def Z(self) -> nn.Parameter:
         return self.table.Z
 
-    def features(self, indices: Int[Tensor, "... S D"], noise: Float[Tensor, "... S D R"] | None = None) -> Features:
-        """Whitened features of a batch at a draw of its factors, differentiable in Z and X."""
-        draw = self.table.draw(indices, noise)
+    def features(
+        self, indices: Int[Tensor, "... S D"], noise: Float[Tensor, "... S D R"] | None = None, new: bool = False
+    ) -> Features:
+        """Whitened features of a batch at a draw of its factors, see `FactorTable.draw`; differentiable in Z and X."""
+        draw = self.table.draw(indices, noise, new)
         features = self.inducing(self.kernel, draw.z)
         features.draw = draw
         return features
@@ -157,7 +159,7 @@ class ENTED(FactorProcess):
     @torch.no_grad()
     def posterior(self, indices: Int[Tensor, "... S D"]) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
         """Mean and variance of f at `indices`, in float64; those over draws of Z, where Z has a posterior."""
-        draws = [self.features(indices, noise) for noise in self.table.prediction_noise(DRAWS)]
+        draws = [self.features(indices, noise, new=True) for noise in self.table.prediction_noise(DRAWS)]
         means, variances, _ = zip(*map(self.moments, draws), strict=True)
         means = torch.stack(means)
         variance = torch.stack(variances).mean(0) + means.var(0, correction=0)

@@ -6,10 +6,10 @@ columns the logarithms of the standard deviations. The factors enter the kernel.
 
     o_n = a_0 + sum_d (tau_d a_{i_d}^(d) + gamma_d c_{i_d}^(d)),
 
-whose constant a_0, scales tau_d and slopes gamma_d are point estimates. c_i is the logarithm of one more than the number
-of other training entries in the row, centred over the training entries: with the row's degree n_i, its number of training
-entries, log n_i for one of these, and log(1 + n_i) for a new entry. Where events are recorded, a row that has few of
-them is mostly one of small values, and one that has none is not an average row.
+whose constant a_0, scales tau_d and slopes gamma_d are point estimates. c_i is the logarithm of one more than the
+number of other training entries in the row, centred over the training entries: with the row's degree n_i, its number of
+training entries, log n_i for one of these, and log(1 + n_i) for a new entry. Where events are recorded, a row that has
+few of them is mostly one of small values, and one that has none is not an average row.
 
 A minibatch draws z = mean + std * noise anew for each of its entries, so that the gradient passes through the draw
 (Kingma and Welling 2014). Effects need no draw: f is linear in them, and their variance adds to that of f.

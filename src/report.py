@@ -117,15 +117,15 @@ def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> str:
 def beside(numbers: pd.DataFrame, published: pd.DataFrame, rivals: pd.DataFrame) -> str:
     """A line for each dataset, rank and metric: the published mean of the method, ours, and the best rival's.
 
-    Of the rivals' runs those of the same protocol count, with absent cells masked. nll is the plug-in one, which the
-    published is; rmse and mape are those of the best summary of the predictive distribution, and the plug-in one stands
+    Only runs with absent cells masked count, and of the rivals' those of the same protocol. nll is the plug-in one, as
+    published; rmse and mape are those of the best summary of the predictive distribution, and the plug-in one stands
     beside them. p is that of a paired t-test over the folds that both have.
     """
     published, rows = by_cell(published), []
-    rivals = rivals[rivals.missing == "masked"]
+    numbers, rivals = (table[table.missing == "masked"] for table in (numbers, rivals))
     cells = numbers.sort_values("rank", kind="stable").groupby(["dataset", "rank", "model", "protocol"], dropna=False)
     for (dataset, rank, model, protocol), cell in cells:
-        others = rivals[(rivals.dataset == dataset) & (rivals.protocol == protocol)]
+        others = rivals[(rivals.dataset == dataset) & (rivals.protocol == protocol) & (rivals.model != model)]
         others = others[others["rank"].isna() | (others["rank"] == rank)]
         for metric in ["auc", "nll_plugin"] if (cell.metric == "auc").any() else ["rmse", "mape", "nll_plugin"]:
             name, sign = metric.removesuffix("_plugin"), -1 if metric == "auc" else 1

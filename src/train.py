@@ -110,6 +110,11 @@ def check_together(cfg: DictConfig) -> None:
         raise InputError(f"lr={cfg.lr}: only protocol=holdout chooses one of several, by held-out training entries")
     if several(cfg.lr) and "lr" not in cfg.model:
         raise InputError(f"lr={cfg.lr}: model={cfg.model.name} has no learning rate")
+    if cfg.model.get("annealing") and cfg.protocol.held_out and cfg.protocol.patience is not None:
+        raise InputError(
+            f"protocol.patience={cfg.protocol.patience}: a search that ends early says nothing of a fit whose steps "
+            "fall to zero over its epochs: set model.annealing=false or protocol.patience=null"
+        )
     if cfg.model.get("sparse_gradients") and (cfg.replicas or cfg.trainer.strategy == "ddp"):
         raise InputError("model.sparse_gradients=true goes with one run at a time and one device")
     if cfg.replicas and (cfg.logger or cfg.trainer.strategy == "ddp"):

@@ -7,7 +7,6 @@ import pytest
 from test_train import binary, write_folds
 from training import assert_same_run, kill, run
 
-ALL = "ented model.factors=variational model.kernel=ard model.mean=effects"
 FLIGHTS = ["dataset=flights", "epochs=2", "inducing=10", "lr=0.01"]
 
 
@@ -22,7 +21,6 @@ def trainer(processes: int) -> list[str]:
         ("gptf", "ones", 20),
         ("gptf_pg", "ones", "all"),
         ("ented", "ones", 20),
-        (ALL, "ones", 20),
     ],
 )
 def test_two_processes_make_the_run_of_one(tmp_path, model, dataset, batch_size):

@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from training import fit
+from training import ALL, fit
 
 from ented.datamodule import COODataModule
 from ented.gaussian_process import ENTEDModule, check_numbers, initial_lengthscales
@@ -31,10 +31,6 @@ def make_module(kind: str, **settings) -> ENTEDModule:
     return ENTEDModule(SHAPE, likelihood, 2, inducing=8, blocks=2, **settings).double()
 
 
-ALL = {
-    **{"factors": "variational", "kernel": "ard", "lengthscale_ratio": 2.0, "mean": "degrees"},
-    **{"inducing_inputs": "data", "annealing": True},
-}
 kinds = pytest.mark.parametrize("kind", ["binary", "count"])
 
 

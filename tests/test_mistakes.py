@@ -61,7 +61,8 @@ MISTAKES = {
     "checkpoint_seconds=soon": "it must be a number from 0",
     "model.jitter=-1": "it must be a number from 0",
     "protocol.held_out=1": "from 0 and below 1",
-    "protocol.held_out=1e-9 protocol.patience=20": "leaves an empty part",
+    "protocol.patience=20": "set model.annealing=false or protocol.patience=null",
+    "protocol.held_out=1e-9 lr=[0.1,0.01]": "leaves an empty part",
 }
 
 

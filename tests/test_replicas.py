@@ -10,14 +10,14 @@ import pytest
 import torch
 from test_train import binary, write_folds
 from torch.testing import assert_close
-from training import assert_same_run, fit, kill, run, train
+from training import ALL, assert_same_run, fit, kill, run, train
 
 from ented.datamodule import COODataModule
 from ented.gaussian_process import ENTEDModule
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.recorder import History
-from ented.replicas import ReplicaData, ReplicasModule
-from ented.tensor import COOTensor
+from ented.replicas import ReplicaData, ReplicasModule, stack
+from ented.tensor import COOTensor, InputError
 
 SHAPE = (7, 6, 5)
 # of each replica: entries (at 15 a batch, one has fewer batches than the others), seed, learning rate, epochs
@@ -30,7 +30,8 @@ def make(kind: str, entries: int, seed: int, lr: float, batch_size=15, held_out=
     values = torch.randint(2 if kind == "binary" else 9, (entries,), generator=random).double()
     tensor = COOTensor(indices, values, SHAPE)
     torch.manual_seed(seed)
-    likelihood = Bernoulli() if kind == "binary" else NegativeBinomial(20)
+    learned = bool(settings)  # all options, or none
+    likelihood = Bernoulli() if kind == "binary" else NegativeBinomial(20, learned=learned, quadrature=learned)
     module = ENTEDModule(SHAPE, likelihood, 2, 8, 2, 0.5, 1e-4, lr, 0.3, milestones=(0.3, 0.6), **settings).double()
     return module, COODataModule(tensor, tensor, batch_size, seed, held_out)
 
@@ -51,15 +52,12 @@ def assert_same(together, alone, histories, expected):
         assert history.seconds > 0
 
 
-ALL = {
-    **{"factors": "variational", "kernel": "ard", "lengthscale_ratio": 2.0, "mean": "degrees"},
-    **{"inducing_inputs": "data", "annealing": True},
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "batch_size", "settings"),
-    [("binary", 15, {}), ("binary", "all", {}), ("count", 15, {}), ("count", "all", {}), ("count", 15, ALL)],
+    [
+        *[("binary", 15, {}), ("binary", "all", {}), ("count", 15, {}), ("count", "all", {})],
+        *[("binary", 15, ALL), ("count", 15, ALL), ("count", "all", ALL)],
+    ],
 )
 def test_each_replica_ends_where_it_ends_alone(tmp_path, kind, batch_size, settings):
     alone, expected, together, datas, histories = [], [], [], [], []
@@ -90,8 +88,8 @@ def test_the_search_for_epochs_ends_for_each_by_itself(tmp_path):
     assert len({len(history.rows) for history in histories}) > 1 and len(histories[0].rows) < 30
 
 
-@pytest.mark.parametrize("epoch", [3, 5, 6])
-def test_an_interrupted_fit_goes_on_as_if_it_had_not_been(tmp_path, epoch):
+@pytest.mark.parametrize(("epoch", "settings"), [(3, {}), (5, {}), (6, {}), (3, ALL)])
+def test_an_interrupted_fit_goes_on_as_if_it_had_not_been(tmp_path, epoch, settings):
     """While all train or one has ended, and when all have."""
 
     class Interrupt(L.Callback):
@@ -100,7 +98,7 @@ def test_an_interrupted_fit_goes_on_as_if_it_had_not_been(tmp_path, epoch):
                 raise OSError("interrupted")
 
     def start(folder, *callbacks):
-        pairs = [make("count", entries, seed, lr) for entries, seed, lr, _ in REPLICAS]
+        pairs = [make("count", entries, seed, lr, **settings) for entries, seed, lr, _ in REPLICAS]
         modules, datas = zip(*pairs, strict=True)
         histories = [History(folder, epochs) for *_, epochs in REPLICAS]
         fit_together(list(modules), list(datas), histories, folder, *callbacks)
@@ -119,10 +117,18 @@ def test_an_interrupted_fit_goes_on_as_if_it_had_not_been(tmp_path, epoch):
         assert [row | {"seconds": 0} for row in history.rows] == [row | {"seconds": 0} for row in one.rows]
 
 
+def test_counts_that_start_at_different_numbers_make_no_replicas():
+    models = [
+        ENTEDModule(SHAPE, NegativeBinomial(20, smallest), 2, 8, 2, 0.5, 1e-4, 0.1, 0.3).model for smallest in (1, 0)
+    ]
+    with pytest.raises(InputError, match="set likelihood.smallest=0"):
+        stack(models)
+
+
 def test_a_compiled_step_trains_the_same_replicas(tmp_path):
     results = []
     for compile in False, True:
-        pairs = [make("count", entries, seed, lr) for entries, seed, lr, _ in REPLICAS]
+        pairs = [make("count", entries, seed, lr, **ALL) for entries, seed, lr, _ in REPLICAS]
         modules, datas = map(list, zip(*pairs, strict=True))
         histories = [History(tmp_path / str(compile), 2) for _ in REPLICAS]
         fit_together(modules, datas, histories, tmp_path / str(compile), compile=compile)
@@ -133,7 +139,15 @@ def test_a_compiled_step_trains_the_same_replicas(tmp_path):
 # from the command line
 
 
-SETTINGS = ["seed=[0,3]", "lr=[0.01,0.1]", "epochs=9", "protocol.patience=4", "batch_size=13", "checkpoint_seconds=0"]
+SETTINGS = [
+    "seed=[0,3]",
+    "lr=[0.01,0.1]",
+    "epochs=9",
+    "protocol.patience=4",
+    "model.annealing=false",
+    "batch_size=13",
+    "checkpoint_seconds=0",
+]
 
 
 @pytest.fixture(scope="module")

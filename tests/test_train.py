@@ -344,7 +344,9 @@ def test_settings_that_change_no_number_do_not_matter(command, tiny):
 
 
 def test_the_epochs_are_chosen_on_held_out_training_entries(command, tiny):
-    assert command(*binary(tiny), "fold=0", "epochs=15", "lr=0.1", "protocol.patience=4")[0] == 0
+    assert (
+        command(*binary(tiny), "fold=0", "epochs=15", "lr=0.1", "protocol.patience=4", "model.annealing=false")[0] == 0
+    )
     run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
     searched = pd.read_csv(run / "holdout/epochs.csv")
     best = int(searched.val_nll.idxmin()) + 1
@@ -434,7 +436,8 @@ def test_wandb_without_a_key_is_offline_and_asks_nothing(command, tiny, monkeypa
 
 
 def test_killed_and_started_again_ends_with_the_same_numbers(command, tiny):
-    settings = ["fold=0", "epochs=40", "lr=0.03", "protocol.patience=30", "checkpoint_seconds=0", "batch_size=10"]
+    settings = ["fold=0", "epochs=40", "lr=0.03", "model.annealing=false", "checkpoint_seconds=0", "batch_size=10"]
+    settings += ["protocol.patience=30"]
     arguments = [*binary(tiny), *settings]
 
     def run_folder(runs_dir: str) -> Path:

@@ -15,8 +15,8 @@ class RBF(nn.Module):
 
     Parameters
     ----------
-    lengthscale, variance : their initial values, a lengthscale for each input (automatic relevance determination) or
-        one for all.
+    lengthscale, variance : their initial values. If they are learned there may be a lengthscale for each input
+        (automatic relevance determination).
     learned : whether they are parameters, whose logarithms an optimiser moves; constants otherwise.
     """
 
@@ -37,10 +37,8 @@ class RBF(nn.Module):
     def forward(self, x: Float[Tensor, "... P Q"], y: Float[Tensor, "... S Q"]) -> Float[Tensor, "... P S"]:
         """Covariance of every row of `x` with every row of `y`."""
         # -|x - y|^2 / 2 = x'y - |x|^2 / 2 - |y|^2 / 2 as one product, [x, -|x|^2 / 2, 1] [y, 1, -|y|^2 / 2]'
-        precision, log_variance = (
-            self.precision,
-            self.log_variance[..., None, :] if self.learned else log(self.variance),
-        )
+        precision = self.precision
+        log_variance = self.log_variance[..., None, :] if self.learned else log(self.variance)
         scaled = precision * x
         x_half = (scaled * x).sum(-1, keepdim=True).mul(-0.5) + log_variance
         y_half = (precision * y.square()).sum(-1, keepdim=True).mul(-0.5)

@@ -27,6 +27,7 @@ from torch.quasirandom import SobolEngine
 from ented.quadrature import gauss_hermite, log_expectation, normal_grid
 from ented.tensor import InputError
 
+LARGEST_ZETA = 1e5  # from there on it is a Poisson distribution, and predictions would need many nodes
 NODES = 12  # of the Gauss-Hermite rule for E[log p(x | f)]
 SAMPLES = 256  # quasi-random draws of an entry, for a median
 
@@ -130,6 +131,9 @@ class PolyaGamma(nn.Module):
         """One x for each f."""
         raise NotImplementedError
 
+    def limit(self) -> None:
+        """Keep the parameters that an optimiser moves within their bounds."""
+
     def known(self, replica: int = 0) -> "PolyaGamma":
         """The same with its parameters, or those of a replica, as numbers; here the host waits for the device."""
         return self
@@ -228,6 +232,10 @@ class NegativeBinomial(PolyaGamma):
     def known(self, replica=0):
         return NegativeBinomial(self.zeta.flatten()[replica].item(), self.smallest) if self.learned else self
 
+    def limit(self):
+        if self.learned:
+            self.log_zeta.clamp_max_(log(LARGEST_ZETA))
+
     def check(self, values):
         below = values[values < self.smallest]
         if len(below):
@@ -251,8 +259,9 @@ class NegativeBinomial(PolyaGamma):
 
         zeta (digamma(y + zeta) - digamma(zeta) - mean / 2 - log(2 cosh(c / 2))).
         """
-        digammas = torch.digamma(x - self.smallest + self.zeta) - torch.digamma(self.zeta)
-        return self.zeta * (digammas - mean / 2 - self.log_cosh(mean, variance))
+        y, zeta = x.double() - self.smallest, self.zeta.double()  # as in log_h
+        digammas = torch.digamma(y + zeta) - torch.digamma(zeta)
+        return (zeta * (digammas - mean / 2 - self.log_cosh(mean, variance))).to(x.dtype)
 
     def mean(self, f_mean, f_variance):
         return self.smallest + self.zeta * torch.exp(f_mean + f_variance / 2)

@@ -6,9 +6,9 @@ Generative model of an entry with index (i_1, ..., i_D):
     m = [z_i1^(1), ..., z_iD^(D)]              factor rows side by side, in R^(D R)
     f ~ GP(o, k),   x ~ p(x | f(m))            Bernoulli or negative binomial
 
-The inducing inputs X are point estimates; the inducing values have a Gaussian posterior. The factors Z are point
-estimates, as in the paper, or have a Gaussian posterior too; the mean function o is zero, as in the paper, or more, see
-`ented.factors`. The bound that training climbs is
+The inducing values have a Gaussian posterior. The factors Z are point estimates, as in the paper, or have one too; the
+mean function o is zero, as in the paper, or more, see `ented.factors`. Point estimates are the inducing inputs X, and
+where they are learned the parameters of o, of k and of the likelihood. The bound that training climbs is
 
     ELBO = sum_n bound(x_n; mu_n, s2_n) - KL(q | p) + log p(Z)
 
@@ -29,7 +29,7 @@ from ented.tensor import InputError
 from ented.variational import GaussianBlocks
 
 DRAWS = 32  # of factors that have a posterior, for a prediction
-SPREAD = 0.2  # of inducing inputs around the factors of entries, as a part of their own
+SPREAD = 0.2  # inducing inputs start this share of their own initial spread away from the factors of entries
 
 
 class FactorProcess(nn.Module):
@@ -149,7 +149,7 @@ class ENTED(FactorProcess):
         return mean, variance, D_phi
 
     def prior_mean(self, features: Features) -> Float[Tensor, "... S"]:
-        """o at each entry; the likelihood's part of it too."""
+        """o at each entry, and the likelihood's offset."""
         return features.draw.mean + self.likelihood.offset
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> LatentGaussian:
@@ -159,10 +159,10 @@ class ENTED(FactorProcess):
     @torch.no_grad()
     def posterior(self, indices: Int[Tensor, "... S D"]) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
         """Mean and variance of f at `indices`, in float64; those over draws of Z, where Z has a posterior."""
-        draws = [self.features(indices, noise, new=True) for noise in self.table.prediction_noise(DRAWS)]
-        means, variances, _ = zip(*map(self.moments, draws), strict=True)
-        means = torch.stack(means)
-        variance = torch.stack(variances).mean(0) + means.var(0, correction=0)
+        draws = self.table.prediction_noise(DRAWS)
+        moments = [self.moments(self.features(indices, noise, new=True))[:2] for noise in draws]
+        means, variances = map(torch.stack, zip(*moments, strict=True))
+        variance = variances.mean(0) + means.var(0, correction=0)
         return means.mean(0).double(), variance.double()
 
     def elbo(
@@ -172,7 +172,10 @@ class ENTED(FactorProcess):
         total: int | None = None,
         noise: Float[Tensor, "... S D R"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """Bound on log p(x, Z); estimated from S of `total` entries where `total` is given, and from a draw of Z."""
+        """Bound on log p(x, Z); estimated from S of `total` entries where `total` is given, and from a draw of Z.
+
+        Without noise the draw is the mean of Z.
+        """
         mean, variance, _ = self.moments(self.features(indices, noise))
         scale = 1.0 if total is None else total / values.shape[-1]
         return scale * self.likelihood.bound(values, mean, variance).sum(-1) - self.q.kl() + self.log_prior()
@@ -192,6 +195,7 @@ class ENTED(FactorProcess):
         of the batch; their sums make the step, and S counts all entries of the batch. `noise` is standard normal, for
         the draw of Z. Returns each entry's bound and posterior mean of f, from after the step on q(u).
         """
+        self.likelihood.limit()
         features = self.features(indices, noise)
         self.natural_gradient_step(features, values, scale, rho)
         return self.set_gradients(features, values, scale)
@@ -204,7 +208,7 @@ class ENTED(FactorProcess):
         scale: float | Float[Tensor, "... S"],
         rho: float | Float[Tensor, "..."],
     ) -> None:
-        """Update q(omega), then move q(u) of every block by a natural gradient step of size rho."""
+        """Update the sites, q(omega) among them; then move q(u), every block by a natural gradient step of size rho."""
         phi = features.phi
         mean, variance, _ = self.moments(features)
         theta, target = self.likelihood.sites(values, mean, variance)
@@ -221,13 +225,14 @@ class ENTED(FactorProcess):
     ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
         """Set all gradients, those of minus the bound with q held fixed. Returns what `step` does.
 
-        q(omega) is optimal for q(u), so the bound's gradient does not pass through it (envelope theorem), and KL(q | p)
-        depends on nothing else. What reaches Z, X and the kernel goes through these derivatives, for entry n, with
-        D_i = S_i - I:
+        The bound of entry n has the derivatives t_n - theta_n mu_n in the mean of f and -theta_n / 2 in its variance,
+        see `PolyaGamma.sites`: since q(omega) is optimal (envelope theorem), or as those of the expectation (Bonnet and
+        Price), which a rule of few nodes has up to its error. KL(q | p) depends on nothing but q. So what reaches Z, X
+        and the kernel goes through, with D_i = S_i - I,
 
-            mean of f:      scale (theta_n mu_n - chi_n)
+            mean of f:      scale (theta_n mu_n - t_n)
             variance of f:  scale theta_n / 2
-            phi_in:         scale ((theta_n mu_n - chi_n) m_i + theta_n D_i phi_in).
+            phi_in:         scale ((theta_n mu_n - t_n) m_i + theta_n D_i phi_in).
         """
         mean, variance, D_phi = self.moments(features)
         theta, target = self.likelihood.sites(values, mean, variance)

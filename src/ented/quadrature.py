@@ -11,9 +11,7 @@ from torch import Tensor
 def gauss_hermite(nodes: int) -> tuple[Float[Tensor, "G"], Float[Tensor, "G"]]:
     """Nodes and weights of E[g(z)], z standard normal: exact for polynomials g of degree 2 G - 1."""
     z, weights = np.polynomial.hermite_e.hermegauss(nodes)
-    return torch.tensor(z).to(torch.get_default_dtype()), torch.tensor(weights / weights.sum()).to(
-        torch.get_default_dtype()
-    )
+    return tuple(torch.tensor(rule).to(torch.get_default_dtype()) for rule in (z, weights / weights.sum()))
 
 
 def normal_grid(variance: Float[Tensor, "S"], width: float) -> tuple[Float[Tensor, "G"], Float[Tensor, "G"]]:

@@ -22,13 +22,23 @@ from ented.gaussian_process import ENTEDModule, check_numbers, warn_of_many_poin
 from ented.model import ENTED
 from ented.predictive import LatentGaussian
 from ented.recorder import History
-from ented.tensor import COOTensor
+from ented.tensor import COOTensor, InputError
 
 ReplicaBatch = tuple[Int[Tensor, "B S D"], Float[Tensor, "B S"], Float[Tensor, "B S"]]
 
 
 def stack(models: list[ENTED]) -> ENTED:
-    """The models as one whose tensors have a leading dimension, of size B; they must have the same sizes."""
+    """The models as one whose tensors have a leading dimension, of size B; they must have the same sizes.
+
+    Raises
+    ------
+    InputError : their counts start at different numbers, since `smallest` is no tensor.
+    """
+    if len({getattr(model.likelihood, "smallest", None) for model in models}) > 1:
+        raise InputError(
+            "replicas=folds: likelihood.smallest=auto finds 0 in some of the runs and 1 in others: "
+            "set likelihood.smallest=0"
+        )
     together = copy.deepcopy(models[0])
     for name, tensor in [*together.named_parameters(), *together.named_buffers()]:
         path, _, leaf = name.rpartition(".")
@@ -172,8 +182,8 @@ class ReplicasModule(L.LightningModule):
         table, draws = self.model.table, []
         if not table.variational:
             return None
-        for random, replica in zip(self.random, self.trainer.datamodule.replicas, strict=True):
-            entries = replica.sizes[batch_index] if batch_index < len(replica.sizes) else 0
+        for random, replica, history in zip(self.random, self.trainer.datamodule.replicas, self.histories, strict=True):
+            entries = 0 if history.ended or batch_index >= len(replica.sizes) else replica.sizes[batch_index]
             draw = torch.randn(entries, len(table.shape), table.rank, generator=random, dtype=table.Z.dtype)
             draws.append(pad(draw, (0, 0, 0, 0, 0, size - entries)))
         return torch.stack(draws).to(self.device, non_blocking=True)

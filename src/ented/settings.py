@@ -5,6 +5,7 @@ import shutil
 
 import torch
 
+from ented.likelihoods import LARGEST_ZETA
 from ented.runs import flat
 from ented.tensor import InputError
 
@@ -79,8 +80,10 @@ RULES = {
         + ["model.ard_shape", "model.ard_rate", "model.offset_precision"],
         lambda value: number(value) and value > 0,
     ),
-    # from there on it is a Poisson distribution, and the quadrature would need many nodes
-    "a number above 0 and at most 1e5": (["likelihood.zeta"], lambda value: number(value) and 0 < value <= 1e5),
+    "a number above 0 and at most 1e5": (
+        ["likelihood.zeta"],
+        lambda value: number(value) and 0 < value <= LARGEST_ZETA,
+    ),
     "a number above 0 and at most 1": (["rho"], lambda value: number(value) and 0 < value <= 1),
     "a number from 0": (
         ["checkpoint_seconds", "model.jitter", "model.tolerance", "model.penalty", "model.kappa_tolerance"]

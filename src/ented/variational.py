@@ -45,7 +45,8 @@ class GaussianBlocks(nn.Module):
     ) -> Int[Tensor, "... b"]:
         """Move every block by step size rho in [0, 1]; rho = 1 is exact coordinate ascent, 0 moves nothing.
 
-        The data enter through two sums over entries, G = sum_n theta_n phi_n phi_n' and r = sum_n chi_n phi_n:
+        The data enter through two sums over entries, G = sum_n theta_n phi_n phi_n' and r = sum_n t_n phi_n, where t_n
+        is the linear term of the entry's site, the paper's chi_n, less what the mean function explains:
 
             Lambda_i <- (1 - rho) Lambda_i + rho (I + G_ii)
             eta_i    <- (1 - rho) eta_i    + rho (r_i - sum_{j != i} G_ij m_j)        block after block

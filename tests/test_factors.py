@@ -43,11 +43,14 @@ def test_rows_are_those_of_each_mode(float64):
     assert draw.mean == draw.variance == 0
 
 
-def centred_log(degrees, i, new) -> float:
-    """Of one more than the number of other entries in row i, by a list of the training entries' rows."""
+def centred_log(degrees, i, s2) -> float:
+    """Of one more than the number of other entries in row i, by a list of the training entries' rows.
+
+    As a new entry sees it in so far as the row's effect is not known; s2 is its posterior variance.
+    """
     rows = [row for row, degree in enumerate(degrees.tolist()) for _ in range(degree)]
     centre = sum(log(rows.count(row)) for row in rows) / len(rows)
-    return log(max(1, rows.count(i) + new)) - centre
+    return (1 - s2) * log(max(1, rows.count(i))) + s2 * log(1 + rows.count(i)) - centre
 
 
 @pytest.mark.parametrize("new", [False, True])

@@ -7,9 +7,11 @@ columns the logarithms of the standard deviations. The factors enter the kernel.
     o_n = a_0 + sum_d (tau_d a_{i_d}^(d) + gamma_d c_{i_d}^(d)),
 
 whose constant a_0, scales tau_d and slopes gamma_d are point estimates. c_i is the logarithm of one more than the
-number of other training entries in the row, centred over the training entries: with the row's degree n_i, its number of
-training entries, log n_i for one of these, and log(1 + n_i) for a new entry. Where events are recorded, a row that has
-few of them is mostly one of small values, and one that has none is not an average row.
+number of other training entries in the row, centred over the training entries. Where events are recorded, a row that
+has few of them is mostly one of small values, and one that has none is not an average row. With the row's degree n_i,
+its number of training entries, c_i is log n_i for one of these and log(1 + n_i) for a new entry. As to a new entry, the
+posterior N(m, s^2) of a_i was found with a prior mean of tau a_i + gamma c_i that is too low by
+delta = gamma (log(1 + n_i) - log n_i); with the right one its posterior mean is higher by s^2 delta.
 
 A minibatch draws z = mean + std * noise anew for each of its entries, so that the gradient passes through the draw
 (Kingma and Welling 2014). Effects need no draw: f is linear in them, and their variance adds to that of f.
@@ -131,16 +133,18 @@ class FactorTable(nn.Module):
         values = embedding(rows, self.Z.flatten(0, -2))
         z, deviation, log_degrees = values[..., : self.rank], None, None
         if self.variational:
-            deviation = values[..., self.mean_columns : self.mean_columns + self.rank].exp() * (
-                0.0 if noise is None else noise
-            )
+            std = values[..., self.mean_columns : self.mean_columns + self.rank].exp()
+            deviation = std * (0.0 if noise is None else noise)
             z = z + deviation
         mean, variance = 0.0 if self.constant is None else self.constant, 0.0
         if self.effects:
             tau = self.log_tau.exp()[..., None, :]
             mean = mean + (tau * values[..., self.rank]).sum(-1)
         if self.slopes:
-            log_degrees = self.log_degrees[..., int(new), :].flatten()[rows]
+            log_degrees = self.log_degrees[..., 0, :].flatten()[rows]
+            if new and self.variational:
+                s2 = (2 * values[..., -1]).exp()
+                log_degrees = log_degrees.lerp(self.log_degrees[..., 1, :].flatten()[rows], s2)
             mean = mean + (self.gamma[..., None, :] * log_degrees).sum(-1)
         if self.effects and self.variational:
             variance = (tau * values[..., -1].exp()).square().sum(-1)

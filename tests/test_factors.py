@@ -76,10 +76,9 @@ def test_a_draw_has_the_posterior_of_its_rows(float64, mean, new):
                 expected += tau * columns[1][row].item()
                 variance += (tau * columns[3][row].exp().item()) ** 2
         if mean == "degrees":
-            expected += sum(
-                gamma * centred_log(degrees, i, new)
-                for gamma, degrees, i in zip(table.gamma.tolist(), DEGREES.split(SHAPE), cell, strict=True)
-            )
+            for mode, (gamma, degrees) in enumerate(zip(table.gamma.tolist(), DEGREES.split(SHAPE), strict=True)):
+                s2 = columns[3][rows[mode]].exp().item() ** 2 if new else 0.0
+                expected += gamma * centred_log(degrees, cell[mode], s2)
         found = [torch.as_tensor(moment).expand(ENTRIES)[n].item() for moment in (draw.mean, draw.variance)]
         assert found == pytest.approx([expected, variance])
 

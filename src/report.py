@@ -6,6 +6,7 @@ python src/report.py results/baselines.csv --compare results/paper.csv
                                                   means beside published ones, from such a CSV or from run folders
 python src/report.py results/ented.csv --compare results/paper.csv --rivals results/baselines.csv
                                                   each mean beside the method's published one and the best of the rivals
+python src/report.py runs/ablation --variants     a folder of such folders: the table has a column with their names
 python src/report.py --figure RUN.png --run runs/flights/ented/rank=3/fold=0/seed=0
 """
 
@@ -53,6 +54,16 @@ def collect(source: Path) -> pd.DataFrame:
     return pd.DataFrame(rows).astype({"rank": "Int64"})
 
 
+def collect_variants(source: Path) -> pd.DataFrame:
+    """The same of each folder in a folder, with the folder's name as `variant`."""
+    if not source.is_dir():
+        return collect(source)
+    parts = [collect(folder).assign(variant=folder.name) for folder in sorted(source.iterdir()) if folder.is_dir()]
+    if not parts:
+        raise ValueError(f"no folder in {source}")
+    return pd.concat(parts)
+
+
 def read_table(file: Path, columns: list[str]) -> pd.DataFrame:
     """A CSV that must have these columns."""
     try:
@@ -66,8 +77,9 @@ def read_table(file: Path, columns: list[str]) -> pd.DataFrame:
 
 def tables(numbers: pd.DataFrame) -> str:
     """Mean ± standard deviation over folds and seeds as Markdown: a table of binary datasets, a table of counts."""
-    text = numbers.groupby([*RUN, "metric"], dropna=False).value.agg(spread).unstack()
-    runs = numbers.drop_duplicates([*RUN, "fold", "seed"]).groupby(RUN, dropna=False).size()
+    keys = [*RUN, "variant"] if "variant" in numbers else RUN
+    text = numbers.groupby([*keys, "metric"], dropna=False).value.agg(spread).unstack()
+    runs = numbers.drop_duplicates([*keys, "fold", "seed"]).groupby(keys, dropna=False).size()
     parts = []
     for metrics in (BINARY, COUNTS):
         part = text.reindex(columns=metrics)
@@ -216,6 +228,7 @@ def figure(run: Path, file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", type=Path, default=Path("runs"), help="root of the run folders, or a CSV")
+    parser.add_argument("--variants", action="store_true", help="root holds a folder of run folders for each variant")
     parser.add_argument("--csv", type=Path, help="file for all numbers")
     parser.add_argument("--compare", type=Path, help="CSV of published means and standard deviations")
     parser.add_argument("--rivals", type=Path, help="with --compare: CSV or run folders of other methods")
@@ -226,7 +239,7 @@ def main() -> None:
         if arguments.figure:
             figure(arguments.run, arguments.figure)
             return
-        numbers = collect(arguments.source)
+        numbers = (collect_variants if arguments.variants else collect)(arguments.source)
         if arguments.compare:
             published = read_table(arguments.compare, ["dataset", "method", "rank", "metric", "mean", "std"])
         if arguments.csv:

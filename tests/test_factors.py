@@ -44,9 +44,9 @@ def test_rows_are_those_of_each_mode(float64):
 
 
 def centred_log(degrees, i, s2) -> float:
-    """Of one more than the number of other entries in row i, by a list of the training entries' rows.
+    """log(1 + number of other training entries in row i), centred, from a list of these entries' rows.
 
-    As a new entry sees it in so far as the row's effect is not known; s2 is its posterior variance.
+    That of a training entry, and for a new one as far towards its own as the effect's posterior variance s2 says.
     """
     rows = [row for row, degree in enumerate(degrees.tolist()) for _ in range(degree)]
     centre = sum(log(rows.count(row)) for row in rows) / len(rows)

@@ -91,6 +91,19 @@ def test_means_beside_the_best_rival(report, tmp_path):
     assert cells["ented"] == cells["plug-in"] == "0.500 ± 0.000" and cells["best rival"] == cells["published"] == "–"
 
 
+def test_variants_are_told_apart(report, tmp_path):
+    """Though they are the same run by dataset, model and rank."""
+    for variant, value in {"default": 0.5, "other": 0.7}.items():
+        for fold in range(2):
+            write_run(tmp_path / variant, "ems", fold, {"rmse": value + fold})
+    code, out, err = report(tmp_path, "--variants", "--csv", tmp_path / "all.csv")
+    assert code == 0, err
+    assert "| default | 1.000 ± 0.707 |" in out and "| other | 1.200 ± 0.707 |" in out
+    assert report(tmp_path / "all.csv") == (0, out, "")
+    (tmp_path / "nothing").mkdir()
+    assert "no folder in" in report(tmp_path / "nothing", "--variants")[2]
+
+
 def test_runs_with_both_settings_of_missing_are_not_averaged(report, tmp_path):
     for fold, missing in enumerate(["masked", "zeros"]):
         run = write_run(tmp_path, "ems", fold, {"rmse": 0.3, "rmse_plugin": 0.3})

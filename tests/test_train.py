@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 from filelock import FileLock
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from scipy.stats import nbinom
 from sklearn.metrics import roc_auc_score
 from training import TRAIN, start
@@ -372,6 +374,18 @@ def test_best_epoch_stops_looking_when_patience_ends():
     assert best_epoch(rows, patience=10) == 5
     assert best_epoch(rows, patience=2) == 2  # the epochs after the fourth are never seen
     assert best_epoch(rows[:4], patience=None) == 4
+
+
+@pytest.mark.parametrize("variant", [file.stem for file in (TRAIN.parent.parent / "conf/variant").glob("*.yaml")])
+def test_a_variant_changes_the_default(variant):
+    with initialize_config_dir(str(TRAIN.parent.parent / "conf"), version_base="1.3"):
+        default, other = (
+            OmegaConf.to_container(compose("config", ["dataset=ems", f"variant={name}"]), resolve=True)
+            for name in ("null", variant)
+        )
+    assert (default == other) == (variant == "default")
+    ablation = yaml.safe_load((TRAIN.parent.parent / "conf/experiment/ablation.yaml").read_text())
+    assert variant in ablation["hydra"]["sweeper"]["params"]["variant"].split(",")
 
 
 def test_paper_protocol_uses_the_published_settings(command, tiny):

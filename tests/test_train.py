@@ -380,8 +380,8 @@ def test_best_epoch_stops_looking_when_patience_ends():
 def test_a_variant_changes_the_default(variant):
     with initialize_config_dir(str(TRAIN.parent.parent / "conf"), version_base="1.3"):
         default, other = (
-            OmegaConf.to_container(compose("config", ["dataset=ems", f"variant={name}"]), resolve=True)
-            for name in ("null", variant)
+            OmegaConf.to_container(compose("config", ["dataset=ems", *override]), resolve=True)
+            for override in ([], [f"variant={variant}"])
         )
     assert (default == other) == (variant == "default")
     ablation = yaml.safe_load((TRAIN.parent.parent / "conf/experiment/ablation.yaml").read_text())

@@ -49,6 +49,7 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(tmp_path):
     """The second process has an empty folder to look into, like a node that sees the files of the first one late."""
     write_folds(tmp_path, "ones", 0, 1)
     settings = [*binary(tmp_path), "epochs=8", "lr=0.03", "batch_size=10", "checkpoint_seconds=0"]
+    settings += ["protocol.patience=20", "model.annealing=false"]
     assert run(tmp_path / "whole", 1, *settings, "fold=0", *trainer(1)).returncode == 0
     (whole,) = (tmp_path / "whole").rglob("seed=0")
     assert json.loads((whole / "metrics.json").read_text())["epochs"] > 3

@@ -29,9 +29,9 @@ def update(metrics, kind, f_mean, f_variance, x, batches=BATCHES):
         metrics.update(LatentGaussian(likelihood, part[0], part[1]), part[2])
 
 
-def expectation(function, f_mean, f_variance):
+def expectation(function, f_mean, f_variance, nodes=801):
     """E[function(f)] of each entry."""
-    t = np.linspace(-10, 10, 801)
+    t = np.linspace(-10, 10, nodes)
     f = f_mean[:, None] + np.sqrt(f_variance)[:, None] * t
     return (function(f) * stats.norm.pdf(t)).sum(-1) * (t[1] - t[0])
 
@@ -47,14 +47,14 @@ def expected_binary(f_mean, f_variance, x):
 
 def relative_median(f_mean, f_variance):
     """The median under p(x) / (x + 1), from the probabilities of all counts that matter."""
-    k = np.arange(3000)[:, None]
-    weights = [
-        (
-            expectation(lambda f: stats.nbinom.pmf(k, ZETA, expit(-f)), np.full(1, mean), np.full(1, variance))
-            / (k[:, 0] + 1)
-        ).cumsum()
-        for mean, variance in zip(f_mean, f_variance, strict=True)
-    ]
+    k = np.arange(1500)[:, None]
+
+    def pmf(f):
+        return stats.nbinom.pmf(k, ZETA, expit(-f))
+
+    pairs = zip(f_mean, f_variance, strict=True)
+    pmfs = [expectation(pmf, np.full(1, mean), np.full(1, variance), nodes=161) for mean, variance in pairs]
+    weights = [(p / (k[:, 0] + 1)).cumsum() for p in pmfs]
     return np.array([np.searchsorted(weight, weight[-1] / 2) for weight in weights])
 
 

@@ -106,9 +106,10 @@ def same_as_cpu(points: int, batch: int, device: str) -> dict[str, dict]:
         for where in "cpu", device:
             there = copy.deepcopy(model).to(where)
             ((indices, values),) = to(where, batches[-1:])
-            bound, mean = there.step(indices, values, ENTRIES / batch, RHO)
+            bound, log_prob = there.step(indices, values, ENTRIES / batch, RHO)
             state = there.q.state_dict() | {"Z.grad": there.Z.grad, "X.grad": there.inducing.X.grad}
-            after.append({name: tensor.cpu() for name, tensor in (state | {"bound": bound, "mean of f": mean}).items()})
+            state |= {"bound": bound, "log_prob": log_prob}
+            after.append({name: tensor.cpu() for name, tensor in state.items()})
         ours, theirs = after
         differences = {name: ((ours[name] - theirs[name]).abs().max() / ours[name].abs().max()).item() for name in ours}
         results[str(dtype).removeprefix("torch.")] = {

@@ -24,8 +24,7 @@ from torch import Tensor
 from ented.adam import ReplicaAdam
 from ented.factors import FactorTable
 from ented.likelihoods import Bernoulli
-from ented.model import ENTED
-from ented.replicas import stack
+from ented.model import ENTED, stack
 
 KEY = ["method", "threads", "dtype", "batch", "points", "replicas"]
 METHODS = {"ented": None, "ented compiled": "default"}  # and the mode of torch.compile

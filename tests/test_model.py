@@ -300,14 +300,17 @@ def test_gradient_is_the_slope_of_the_models_own_bound(kind, blocks):
 
 
 @kinds
-def test_the_gradients_come_with_the_bounds_and_the_mean_of_f(kind):
+def test_the_gradients_come_with_the_bounds_and_log_probabilities(kind):
     model, (indices, x) = make_model(kind, 2), make_entries(kind)
-    bound, mean = model.set_gradients(model.features(indices), x, 1.0)
+    bound, log_prob = model.set_gradients(model.features(indices), x, 1.0)
     with torch.no_grad():
         M = side_by_side(model.Z, indices)
         f_mean, _, kl = dense_posterior(model.inducing.X, M, model.q.mean, model.q.covariance)
         expected = dense_elbo_of(model, kind, indices, x) + kl - Normal(0, 1).log_prob(model.Z).sum()
-    torch.testing.assert_close((bound.sum(), mean), (expected, f_mean))
+        known = torch.distributions.Bernoulli(logits=f_mean)
+        if kind == "count":
+            known = torch.distributions.NegativeBinomial(ZETA, logits=f_mean)
+    torch.testing.assert_close((bound.sum(), log_prob), (expected, known.log_prob(x)))
 
 
 @pytest.mark.parametrize("sparse_gradients", [False, True])
@@ -315,8 +318,8 @@ def test_a_process_may_have_no_entry_of_a_batch(sparse_gradients):
     """Its step is that of the priors alone."""
     model = ENTED(FactorTable(SHAPE, RANK, sparse_gradients=sparse_gradients), LIKELIHOODS["count"], 6).double()
     indices, x = make_entries("count", 0)
-    bound, mean = model.step(indices, x, 1.0, 0.5)
-    assert bound.shape == mean.shape == (0,) and model.q.kl() == 0
+    bound, log_prob = model.step(indices, x, 1.0, 0.5)
+    assert bound.shape == log_prob.shape == (0,) and model.q.kl() == 0
     assert torch.equal(model.Z.grad, torch.zeros_like(model.Z) if sparse_gradients else model.Z)
     assert not model.inducing.X.grad.any()
 

@@ -16,7 +16,7 @@ from ented.datamodule import COODataModule
 from ented.gaussian_process import ENTEDModule
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.recorder import History
-from ented.replicas import ReplicaData, ReplicasModule, stack
+from ented.replicas import ReplicaData, ReplicasModule
 from ented.tensor import COOTensor, InputError
 
 SHAPE = (7, 6, 5)
@@ -57,6 +57,7 @@ def assert_same(together, alone, histories, expected):
     [
         *[("binary", 15, {}), ("binary", "all", {}), ("count", 15, {}), ("count", "all", {})],
         *[("binary", 15, ALL), ("count", 15, ALL), ("count", "all", ALL)],
+        *[("binary", 15, ALL | {"restarts": 2}), ("count", 15, ALL | {"restarts": 3})],
     ],
 )
 def test_each_replica_ends_where_it_ends_alone(tmp_path, kind, batch_size, settings):
@@ -118,11 +119,12 @@ def test_an_interrupted_fit_goes_on_as_if_it_had_not_been(tmp_path, epoch, setti
 
 
 def test_counts_that_start_at_different_numbers_make_no_replicas():
-    models = [
-        ENTEDModule(SHAPE, NegativeBinomial(20, smallest), 2, 8, 2, 0.5, 1e-4, 0.1, 0.3).model for smallest in (1, 0)
-    ]
+    pairs = [make("count", *replica[:3]) for replica in REPLICAS]
+    for (module, _), smallest in zip(pairs, (0, 1, 0), strict=True):
+        module.model.likelihood = NegativeBinomial(20, smallest)
+    modules, datas = zip(*pairs, strict=True)
     with pytest.raises(InputError, match="set likelihood.smallest=0"):
-        stack(models)
+        ReplicasModule(modules, ReplicaData(datas, [History(None, 1)] * 3))
 
 
 def test_a_compiled_step_trains_the_same_replicas(tmp_path):

@@ -18,9 +18,11 @@ class PartialAdam(torch.optim.Optimizer):
 
     Parameters
     ----------
-    params : tensors whose first dimension counts the parts.
+    params : tensors.
     lr : learning rate.
     """
+
+    parts: slice  # the dimensions of a parameter that count its parts
 
     def __init__(self, params, lr: float | Float[Tensor, "B"]):
         super().__init__(params, {"lr": lr})
@@ -32,7 +34,8 @@ class PartialAdam(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     # not "step", which PyTorch would leave on the CPU when it loads a checkpoint
-                    state["t"] = parameter.new_zeros(len(parameter), *[1] * (parameter.ndim - 1))
+                    counted = parameter.shape[self.parts]
+                    state["t"] = parameter.new_zeros(*counted, *[1] * (parameter.ndim - len(counted)))
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
                 yield parameter, state, group["lr"]
 
@@ -44,6 +47,8 @@ def direction(m: Float[Tensor, "..."], v: Float[Tensor, "..."], t: Float[Tensor,
 
 class ReplicaAdam(PartialAdam):
     """For tensors (B, ., .) of B replicas, which have their own learning rates."""
+
+    parts = slice(1)
 
     @torch.no_grad()
     def step(self, closure=None, *, active: Bool[Tensor, "B"]) -> None:
@@ -57,17 +62,24 @@ class ReplicaAdam(PartialAdam):
 
 
 class RowAdam(PartialAdam):
-    """For a table whose gradient is zero but for the rows of a minibatch: no other row is read or written."""
+    """For a table whose gradient is zero but for the rows of a minibatch: no other row is read or written.
+
+    Rows are counted through the leading dimensions, as those of tables that stand one below the other.
+    """
+
+    parts = slice(-1)
 
     @torch.no_grad()
     def step(self, closure=None, *, rows: Int[Tensor, "S"]) -> None:
         """A step of the given rows, once each however often they are given; then their gradient is zero again."""
-        for x, state, lr in self.states():
-            g = x.grad[rows]
-            t = state["t"][rows] + 1
-            m = torch.lerp(state["exp_avg"][rows], g, 1 - BETA1)
-            v = torch.lerp(state["exp_avg_sq"][rows], g.square(), 1 - BETA2)
+        for parameter, state, lr in self.states():
+            x, gradient = parameter.flatten(0, -2), parameter.grad.flatten(0, -2)
+            all_t, all_m, all_v = (state[name].flatten(0, -2) for name in ("t", "exp_avg", "exp_avg_sq"))
+            g = gradient[rows]
+            t = all_t[rows] + 1
+            m = torch.lerp(all_m[rows], g, 1 - BETA1)
+            v = torch.lerp(all_v[rows], g.square(), 1 - BETA2)
             # where a row is given twice, the same is written twice
-            state["t"][rows], state["exp_avg"][rows], state["exp_avg_sq"][rows] = t, m, v
+            all_t[rows], all_m[rows], all_v[rows] = t, m, v
             x[rows] = x[rows] - lr * direction(m, v, t)
-            x.grad[rows] = 0
+            gradient[rows] = 0

@@ -85,7 +85,7 @@ class FactorTable(nn.Module):
             columns.append(torch.full((rows, self.mean_columns), log(posterior_std)))
         # the rows of all modes, one below the other; row i of mode d is row offset_d + i
         self.Z = nn.Parameter(torch.cat(columns, 1))
-        self.register_buffer("offsets", torch.tensor([0, *accumulate(self.shape)][:-1]), persistent=False)
+        self.register_buffer("offsets", torch.tensor([[0, *accumulate(self.shape)][:-1]]), persistent=False)
         self.constant = nn.Parameter(torch.zeros(1)) if mean != "zero" else None
         if self.effects:
             self.log_tau = nn.Parameter(torch.zeros(len(shape)))
@@ -116,7 +116,7 @@ class FactorTable(nn.Module):
             self.log_degrees.copy_(torch.cat(centred, -1))
         if self.sparse_gradients:
             self.degrees.copy_(degrees)
-            self.Z.mul_((self.degrees > 0)[:, None])  # a mean of 0 and a standard deviation of 1
+            self.Z.mul_((self.degrees > 0)[..., None])  # a mean of 0 and a standard deviation of 1
 
     def rows(self, indices: Int[Tensor, "... S D"]) -> Int[Tensor, "... S D"]:
         """The entries' rows of Z."""
@@ -193,7 +193,7 @@ class FactorTable(nn.Module):
             found[self.gamma] = (mean_bar[..., None] * draw.log_degrees).sum(-2)
         values_bar = torch.cat(columns, -1) if len(columns) > 1 else z_bar
         if self.sparse_gradients:
-            share = (scale / self.degrees[draw.rows])[..., None]
+            share = (scale / self.degrees.flatten()[draw.rows])[..., None]
             values_bar = values_bar + share * self._prior_gradient(draw.values)
             Z_bar = self.Z_bar
         else:

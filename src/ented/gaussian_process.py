@@ -16,7 +16,7 @@ from ented.factors import FactorTable
 from ented.kernels import RBF
 from ented.lightning import Batch, CompletionModule
 from ented.likelihoods import PolyaGamma
-from ented.model import ENTED, FactorProcess
+from ented.model import ENTED, FactorProcess, mixture
 from ented.predictive import Predictive
 from ented.tensor import InputError, TrainingEntries
 
@@ -121,7 +121,7 @@ class GaussianProcessModule(CompletionModule):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        warn_of_many_points(len(self.model.inducing.X), len(self.trainer.datamodule.train))
+        warn_of_many_points(self.model.inducing.X.shape[-2], len(self.trainer.datamodule.train))
 
     def on_train_epoch_start(self) -> None:
         self.bound_sum.zero_()
@@ -159,6 +159,7 @@ class ENTEDModule(GaussianProcessModule):
     shape, rank, init_std, mean, sparse_gradients : see `ented.factors.FactorTable`.
     likelihood, inducing, blocks, jitter : see `ented.model.ENTED`.
     factors, posterior_std : whether Z has a posterior, and the standard deviations that it starts from.
+    restarts : components of a mixture, see `ented.model`.
     kernel : "fixed", RBF with lengthscale and variance 1; "rbf" learns them, "ard" a lengthscale for each input.
     lengthscale, lengthscale_ratio : what learned ones start from, see `initial_lengthscales`; auto is a ratio of 1 for
         binary entries and 2 for counts.
@@ -185,6 +186,7 @@ class ENTEDModule(GaussianProcessModule):
         sparse_gradients: bool = False,
         factors: Literal["map", "variational"] = "map",
         posterior_std: float = 0.1,
+        restarts: int = 1,
         kernel: Literal["fixed", "rbf", "ard"] = "fixed",
         lengthscale: float = 1.0,
         lengthscale_ratio: float | Literal["auto"] = "auto",
@@ -193,6 +195,8 @@ class ENTEDModule(GaussianProcessModule):
         annealing: bool = False,
     ):
         std = posterior_std if factors == "variational" else None
+        if restarts < 1:
+            raise InputError(f"model.restarts={restarts}: it must be at least 1")
         if kernel == "fixed":
             covariance = RBF()
         elif kernel == "rbf":
@@ -200,13 +204,16 @@ class ENTEDModule(GaussianProcessModule):
         else:
             ratio = {"binary": 1, "count": 2}[likelihood.kind] if lengthscale_ratio == "auto" else lengthscale_ratio
             covariance = RBF(lengthscale * initial_lengthscales(len(shape), rank, ratio), learned=True)
-        table = FactorTable(shape, rank, init_std, std, mean, sparse_gradients)
-        model = ENTED(table, likelihood, inducing, blocks, covariance, jitter)
+        components = []
+        for _ in range(restarts):
+            table = FactorTable(shape, rank, init_std, std, mean, sparse_gradients)
+            components.append(ENTED(table, likelihood, inducing, blocks, covariance, jitter))
+        model = mixture(components)
         super().__init__(likelihood.kind, model, lr, milestones)
         self.step = torch.compile(model.step) if compile else model.step
         self.rho, self.annealing = rho, annealing
         # the entries that the inducing inputs start at, each as a share of all that stand before it
-        self.inducing_entries = torch.rand(inducing) if inducing_inputs == "data" else None
+        self.inducing_entries = torch.rand(model.inducing.X.shape[:-1]) if inducing_inputs == "data" else None
         self.register_buffer("rho_now", torch.tensor(rho, dtype=torch.float64), persistent=False)
         self.register_buffer("log_prob_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
@@ -227,23 +234,23 @@ class ENTEDModule(GaussianProcessModule):
     def decay(self, epoch: int, epochs: int) -> float:
         return super().decay(epoch, epochs) * self.anneal(epoch, epochs)
 
-    def noise(self, batch_index: int) -> Float[Tensor, "S D R"] | None:
+    def noise(self, batch_index: int) -> Float[Tensor, "... S D R"] | None:
         """For the draw of the factors: this process's part of what one process would draw for the whole minibatch."""
         table, data = self.model.table, self.trainer.datamodule
         if not table.variational:
             return None
         process, processes = data.process_and_count
-        shape = data.sizes[batch_index], len(table.shape), table.rank
+        shape = *table.Z.shape[:-2], data.sizes[batch_index], len(table.shape), table.rank
         noise = torch.randn(shape, generator=self.random, dtype=table.Z.dtype)
-        return noise.tensor_split(processes)[process].to(self.device, non_blocking=True)
+        return noise.tensor_split(processes, -3)[process].to(self.device, non_blocking=True)
 
     def training_step(self, batch: Batch, batch_index: int) -> None:
         indices, values = batch
         scale = self.trainer.datamodule.scale(batch_index)
-        bound, mean = self.step(indices, values, scale, self.rho_now, self.noise(batch_index))
+        bound, log_prob = self.step(indices, values, scale, self.rho_now, self.noise(batch_index))
         self.adam_step(indices)
         self.bound_sum += bound.sum()
-        self.log_prob_sum += self.model.likelihood.log_prob(values, mean).sum()
+        self.log_prob_sum += log_prob.sum()
 
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
@@ -258,9 +265,10 @@ class ENTEDModule(GaussianProcessModule):
         """
         super().on_train_epoch_end()
         with torch.no_grad():
-            elbo = self.bound() - self.model.q.kl() + self.model.log_prior()
+            elbo = self.bound() + self.model.prior_terms()
         (log_prob_sum,) = all_reduce(self.log_prob_sum)
         nll = -log_prob_sum / len(self.trainer.datamodule.train)
         self.log_dict({"elbo": elbo, "train_nll_plugin": nll}, prog_bar=True)
         if self.model.likelihood.learned:
-            self.log("zeta", self.model.likelihood.zeta.squeeze())
+            zeta = self.model.likelihood.known().zeta
+            self.log("zeta", torch.tensor(zeta, dtype=torch.float64))

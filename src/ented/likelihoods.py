@@ -134,8 +134,11 @@ class PolyaGamma(nn.Module):
     def limit(self) -> None:
         """Keep the parameters that an optimiser moves within their bounds."""
 
-    def known(self, replica: int = 0) -> "PolyaGamma":
-        """The same with its parameters, or those of a replica, as numbers; here the host waits for the device."""
+    def known(self, replica: int | None = None) -> "PolyaGamma":
+        """The same with its parameters, or those of a replica, as numbers; here the host waits for the device.
+
+        A mixture has their geometric mean over its components.
+        """
         return self
 
     def intercept(self, values: Float[Tensor, "S"]) -> float:
@@ -229,8 +232,11 @@ class NegativeBinomial(PolyaGamma):
         # a bell of curvature up to zeta; for small zeta exp(-exp(-f)), which steps of 6^-1/2 = 0.4 resolve
         return (self.known().zeta + 6) ** -0.5
 
-    def known(self, replica=0):
-        return NegativeBinomial(self.zeta.flatten()[replica].item(), self.smallest) if self.learned else self
+    def known(self, replica=None):
+        if not self.learned:
+            return self
+        log_zeta = self.log_zeta if replica is None else self.log_zeta[replica]
+        return NegativeBinomial(log_zeta.mean().exp().item(), self.smallest)
 
     def limit(self):
         if self.learned:

@@ -13,7 +13,13 @@ where they are learned the parameters of o, of k and of the likelihood. The boun
     ELBO = sum_n bound(x_n; mu_n, s2_n) - KL(q | p) + log p(Z)
 
 where -KL(q(Z) | p(Z)) takes the place of log p(Z), and a draw of Z that of an expectation, if Z has a posterior.
+
+The posterior of Z has many modes, and a Gaussian finds one of them. A mixture has several as components of equal
+weight, each found from another start; the mean of their bounds is a bound. They are a leading dimension of every
+tensor, which broadcasts with the entries'.
 """
+
+import copy
 
 import torch
 from jaxtyping import Float, Int
@@ -137,6 +143,7 @@ class ENTED(FactorProcess):
             raise InputError(f"inducing={inducing} points cannot be divided into model.blocks={blocks} equal blocks")
         self.likelihood = likelihood
         self.q = GaussianBlocks(blocks, inducing // blocks)
+        self.components: int | None = None  # of a mixture, see `mixture`
         self.has_mean = table.constant is not None or likelihood.learned
 
     def moments(
@@ -158,10 +165,14 @@ class ENTED(FactorProcess):
 
     @torch.no_grad()
     def posterior(self, indices: Int[Tensor, "... S D"]) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
-        """Mean and variance of f at `indices`, in float64; those over draws of Z, where Z has a posterior."""
+        """Mean and variance of f at `indices`, in float64; those over draws of Z and the components of a mixture."""
         draws = self.table.prediction_noise(DRAWS)
         moments = [self.moments(self.features(indices, noise, new=True))[:2] for noise in draws]
         means, variances = map(torch.stack, zip(*moments, strict=True))
+        if self.components:
+            if self.likelihood.learned:  # f goes with the offset of all, see `known`
+                means = means + (self.likelihood.offset.mean(-2, keepdim=True) - self.likelihood.offset)
+            means, variances = (moment.movedim(-2, 0).flatten(0, 1) for moment in (means, variances))
         variance = variances.mean(0) + means.var(0, correction=0)
         return means.mean(0).double(), variance.double()
 
@@ -174,11 +185,16 @@ class ENTED(FactorProcess):
     ) -> Float[Tensor, "..."]:
         """Bound on log p(x, Z); estimated from S of `total` entries where `total` is given, and from a draw of Z.
 
-        Without noise the draw is the mean of Z.
+        Without noise the draw is the mean of Z. A mixture has that of each component.
         """
         mean, variance, _ = self.moments(self.features(indices, noise))
         scale = 1.0 if total is None else total / values.shape[-1]
         return scale * self.likelihood.bound(values, mean, variance).sum(-1) - self.q.kl() + self.log_prior()
+
+    def prior_terms(self) -> Float[Tensor, "..."]:
+        """What the bound has besides the entries' part, -KL(q | p) + log p(Z); of a mixture the mean."""
+        terms = self.log_prior() - self.q.kl()
+        return terms.mean(-1) if self.components else terms
 
     @torch.no_grad()
     def step(
@@ -193,7 +209,8 @@ class ENTED(FactorProcess):
 
         `scale` is N / S: what one entry of the batch stands for. Where the fit has several processes, each has a part
         of the batch; their sums make the step, and S counts all entries of the batch. `noise` is standard normal, for
-        the draw of Z. Returns each entry's bound and posterior mean of f, from after the step on q(u).
+        the draw of Z. Returns each entry's bound and log p(x | f) at the posterior mean of f, from after the step on
+        q(u); of a mixture, the mean of its components'.
         """
         self.likelihood.limit()
         features = self.features(indices, noise)
@@ -244,4 +261,29 @@ class ENTED(FactorProcess):
             slope = scale * self.likelihood.slope(values, mean, variance)
             others[self.likelihood.log_zeta] = -(slope + mean_bar).sum(-1, keepdim=True)
         self.backward(features, phi_bar, scale, mean_bar, variance_bar, others)
-        return self.likelihood.bound(values, mean, variance), mean
+        of_entries = self.likelihood.bound(values, mean, variance), self.likelihood.log_prob(values, mean)
+        return tuple(each.mean(-2) for each in of_entries) if self.components else of_entries
+
+
+def stack(models: list[ENTED]) -> ENTED:
+    """The models as one whose tensors have a leading dimension, of size B; they must have the same sizes."""
+    together = copy.deepcopy(models[0])
+    for name, tensor in [*together.named_parameters(), *together.named_buffers()]:
+        path, _, leaf = name.rpartition(".")
+        stacked = torch.stack([getattr(model.get_submodule(path), leaf).detach() for model in models])
+        setattr(together.get_submodule(path), leaf, nn.Parameter(stacked) if tensor.requires_grad else stacked)
+    # the factor matrices of model b stand below those of the models before
+    table = together.table
+    rows = table.Z[0].flatten(0, -2).shape[0]
+    start = rows * torch.arange(len(models), device=table.offsets.device)
+    table.offsets += start.view(-1, *[1] * (table.offsets.ndim - 1))
+    return together
+
+
+def mixture(models: list[ENTED]) -> ENTED:
+    """The models as components of a mixture; of one, itself."""
+    if len(models) == 1:
+        return models[0]
+    together = stack(models)
+    together.components = len(models)
+    return together

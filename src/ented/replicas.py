@@ -6,8 +6,6 @@ itself, up to rounding. A replica without a minibatch, because its epoch has few
 entries of scale 0 and steps of size 0, which leave it as it was.
 """
 
-import copy
-
 import lightning as L
 import torch
 from jaxtyping import Float, Int
@@ -19,36 +17,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ented.adam import ReplicaAdam
 from ented.datamodule import COODataModule, generator
 from ented.gaussian_process import ENTEDModule, check_numbers, warn_of_many_points
-from ented.model import ENTED
+from ented.model import stack
 from ented.predictive import LatentGaussian
 from ented.recorder import History
 from ented.tensor import COOTensor, InputError
 
 ReplicaBatch = tuple[Int[Tensor, "B S D"], Float[Tensor, "B S"], Float[Tensor, "B S"]]
-
-
-def stack(models: list[ENTED]) -> ENTED:
-    """The models as one whose tensors have a leading dimension, of size B; they must have the same sizes.
-
-    Raises
-    ------
-    InputError : their counts start at different numbers, since `smallest` is no tensor.
-    """
-    if len({getattr(model.likelihood, "smallest", None) for model in models}) > 1:
-        raise InputError(
-            "replicas=folds: likelihood.smallest=auto finds 0 in some of the runs and 1 in others: "
-            "set likelihood.smallest=0"
-        )
-    together = copy.deepcopy(models[0])
-    for name, tensor in [*together.named_parameters(), *together.named_buffers()]:
-        path, _, leaf = name.rpartition(".")
-        stacked = torch.stack([getattr(model.get_submodule(path), leaf).detach() for model in models])
-        setattr(together.get_submodule(path), leaf, nn.Parameter(stacked) if tensor.requires_grad else stacked)
-    # row i of mode d of replica b is row b I + offset_d + i of all factor matrices, one below the other
-    table = together.table
-    replica = torch.arange(len(models), device=table.offsets.device)[:, None, None]
-    table.offsets = table.offsets[:, None] + replica * table.Z.shape[-2]
-    return together
 
 
 class ReplicaBatches(Sampler):
@@ -129,13 +103,17 @@ class ReplicaData(L.LightningDataModule):
 
 
 class ReplicasModule(L.LightningModule):
-    """`ENTEDModule` with a leading dimension.
+    """`ENTEDModule` with a leading dimension; that of the components of a mixture comes after it.
 
     Parameters
     ----------
     replicas : what is to be trained; `unstack` gives them the result.
     data : the minibatches.
     compile : see `ENTEDModule`.
+
+    Raises
+    ------
+    InputError : their counts start at different numbers.
     """
 
     automatic_optimization = False
@@ -145,6 +123,12 @@ class ReplicasModule(L.LightningModule):
         self.replicas, self.histories = replicas, data.histories
         for module, of_replica in zip(replicas, data.replicas, strict=True):
             module.start(of_replica.train)
+        # no tensor, so that it cannot differ
+        if len({getattr(module.model.likelihood, "smallest", None) for module in replicas}) > 1:
+            raise InputError(
+                "replicas=folds: likelihood.smallest=auto finds 0 in some of the runs and 1 in others: "
+                "set likelihood.smallest=0"
+            )
         self.model = stack([module.model for module in replicas])
         self.metrics = nn.ModuleList(module.metrics for module in replicas)
         self.step = torch.compile(self.model.step) if compile else self.model.step
@@ -177,31 +161,35 @@ class ReplicasModule(L.LightningModule):
             [module.anneal(epoch, history.epochs) for module, history in pairs]
         )
 
-    def noise(self, batch_index: int, size: int) -> Float[Tensor, "B S D R"] | None:
+    def noise(self, batch_index: int, size: int) -> Float[Tensor, "B ... S D R"] | None:
         """For the draw of each replica's factors: what it would draw by itself, and zeros where it has no entries."""
         table, draws = self.model.table, []
         if not table.variational:
             return None
         for random, replica, history in zip(self.random, self.trainer.datamodule.replicas, self.histories, strict=True):
             entries = 0 if history.ended or batch_index >= len(replica.sizes) else replica.sizes[batch_index]
-            draw = torch.randn(entries, len(table.shape), table.rank, generator=random, dtype=table.Z.dtype)
+            shape = *table.Z.shape[1:-2], entries, len(table.shape), table.rank
+            draw = torch.randn(shape, generator=random, dtype=table.Z.dtype)
             draws.append(pad(draw, (0, 0, 0, 0, 0, size - entries)))
         return torch.stack(draws).to(self.device, non_blocking=True)
+
+    def for_components(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """With a dimension after the first that broadcasts with the components of a mixture, where there is one."""
+        return tuple(tensor.unsqueeze(1) for tensor in tensors) if self.model.components else tensors
 
     def training_step(self, batch: ReplicaBatch, batch_index: int) -> None:
         indices, values, scale = batch
         present = scale > 0
         active = present.any(-1)
-        bound, mean = self.step(
-            indices, values, scale, self.rho_now * active, self.noise(batch_index, values.shape[-1])
-        )
+        noise = self.noise(batch_index, values.shape[-1])
+        bound, log_prob = self.step(*self.for_components(indices, values, scale, self.rho_now * active), noise)
         self.optimizers().step(active=active)
         self.bound_sum += (bound * present).sum(-1)
-        self.log_prob_sum += (self.model.likelihood.log_prob(values, mean) * present).sum(-1)
+        self.log_prob_sum += (log_prob * present).sum(-1)
 
     def validation_step(self, batch: ReplicaBatch, _) -> None:
         indices, values, scale = batch
-        means, variances = self.model.posterior(indices)
+        means, variances = self.model.posterior(*self.for_components(indices))
         # what fills up stands last; here the host waits for the device
         for i, present in enumerate((scale > 0).sum(-1).tolist()):
             if present:
@@ -218,11 +206,10 @@ class ReplicasModule(L.LightningModule):
     def epoch_metrics(self) -> list[dict[str, float]]:
         """What each replica says of the epoch that has just ended, as `ENTEDModule` does."""
         with torch.no_grad():
-            elbo = self.bound_sum - self.model.q.kl() + self.model.log_prior()
-        of_epoch = {"elbo": elbo, "train_nll_plugin": -self.log_prob_sum / self.entries}
+            elbo = self.bound_sum + self.model.prior_terms()
+        of_epoch = {"elbo": elbo.tolist(), "train_nll_plugin": (-self.log_prob_sum / self.entries).tolist()}
         if self.model.likelihood.learned:
-            of_epoch["zeta"] = self.model.likelihood.zeta.squeeze(-1)
-        of_epoch = {name: numbers.tolist() for name, numbers in of_epoch.items()}
+            of_epoch["zeta"] = [self.model.likelihood.known(i).zeta for i in range(len(self.replicas))]
         rows = []
         for i, metrics in enumerate(self.metrics):
             held_out = {f"val_{name}": value.item() for name, value in metrics.compute().items()}

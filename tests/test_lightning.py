@@ -198,3 +198,36 @@ def test_a_parameter_beyond_all_bounds_is_noticed():
         with pytest.raises(InputError, match="in epoch 1 with lr=0.01"):
             check_numbers(model, torch.zeros(()), 0.01, 0)
         parameter.data.copy_(kept)
+
+
+@pytest.mark.parametrize("sparse_gradients", [False, True])
+@kinds
+def test_each_component_of_a_mixture_is_trained_as_it_would_be_alone(kind, sparse_gradients, tmp_path):
+    """Point estimates, which need no noise; one number of the history is the mean of theirs."""
+    settings = {"kernel": "ard", "mean": "degrees", "inducing_inputs": "data", "annealing": True}
+    settings |= {"sparse_gradients": sparse_gradients}
+    together, data = make_module(kind, restarts=3, **settings), make_data(kind, batch_size=15)
+    state = together.model.state_dict()
+    alone = []
+    for i in range(3):
+        module = make_module(kind, **settings)
+        module.model.load_state_dict({name: tensor[i] for name, tensor in state.items()})
+        module.inducing_entries = together.inducing_entries[i]
+        alone.append(module)
+    histories = [fit(module, data, 3, tmp_path / str(i)) for i, module in enumerate([*alone, together])]
+    trained = together.model.state_dict()
+    for i, module in enumerate(alone):
+        expected = module.model.state_dict()
+        torch.testing.assert_close(
+            {name: tensor[i] for name, tensor in trained.items()}, expected, rtol=1e-7, atol=1e-9
+        )
+    *singles, row = (history.rows[-1] for history in histories)
+    for name in "elbo", "train_nll_plugin":
+        assert row[name] == pytest.approx(sum(single[name] for single in singles) / 3)
+
+
+def test_the_first_of_several_starts_is_that_of_one():
+    one, three = (make_module("count", restarts=restarts, factors="variational").model for restarts in (1, 3))
+    for name, expected in one.state_dict().items():
+        torch.testing.assert_close(three.state_dict()[name][0], expected, rtol=0, atol=0)
+    assert (three.Z[0] != three.Z[1]).any()

@@ -35,6 +35,7 @@ RULES = {
             "rank",
             "inducing",
             "model.blocks",
+            "model.restarts",
             "model.inner",
             "model.sample",
             "model.newton_steps",

@@ -29,13 +29,26 @@ def test_default_is_the_papers_bandwidth_one(float64):
     assert RBF()(x, y).item() == pytest.approx(np.exp(-1))
 
 
-def test_diagonal_is_the_covariance_of_a_row_with_itself(float64):
-    kernel, x = RBF(0.7, 2.5), normal(2, 4, 3)
+KERNELS = pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RBF(0.7, 2.5),
+        lambda: RBF(0.7, 2.5, learned=True),
+        lambda: RBF(torch.tensor([0.5, 1.0, 3.0]), 2.5, learned=True),
+    ],
+    ids=["fixed", "rbf", "ard"],
+)
+
+
+@KERNELS
+def test_diagonal_is_the_covariance_of_a_row_with_itself(float64, make):
+    kernel, x = make(), normal(2, 4, 3)
     torch.testing.assert_close(kernel.diagonal(x), kernel(x, x).diagonal(dim1=-2, dim2=-1))
 
 
-def test_leading_dimensions_equal_a_loop(float64):
-    kernel, x, y = RBF(0.7, 2.5), normal(2, 4, 3), normal(2, 5, 3, seed=1)
+@KERNELS
+def test_leading_dimensions_equal_a_loop(float64, make):
+    kernel, x, y = make(), normal(2, 4, 3), normal(2, 5, 3, seed=1)
     torch.testing.assert_close(kernel(x, y), torch.stack([kernel(x[i], y[i]) for i in range(2)]))
 
 
@@ -45,11 +58,15 @@ def test_rounding_never_lifts_a_covariance_above_the_variance(float64):
     assert (RBF()(x, x) <= 1).all()
 
 
-def test_backward_is_the_derivative(float64):
+@KERNELS
+def test_backward_is_the_derivative(float64, make):
     """Of sum(K_bar * K), by automatic differentiation of the values."""
-    kernel, x, y, K_bar = RBF(0.7, 2.5), normal(2, 4, 3), normal(2, 5, 3, seed=1), normal(2, 4, 5, seed=2)
+    kernel, x, y, K_bar = make(), normal(4, 3), normal(5, 3, seed=1), normal(4, 5, seed=2)
     x.requires_grad_(), y.requires_grad_()
     K = kernel(x, y)
-    expected = torch.autograd.grad((K_bar * K).sum(), (x, y))
+    parameters = [*kernel.parameters()]
+    x_bar, y_bar, *expected = torch.autograd.grad((K_bar * K).sum(), [x, y, *parameters])
     with torch.no_grad():
-        torch.testing.assert_close(kernel.backward(x, y, K, K_bar)[:2], expected)
+        found = kernel.backward(x, y, K.detach(), K_bar)
+    torch.testing.assert_close(found[:2], (x_bar, y_bar))
+    torch.testing.assert_close([found[2][parameter] for parameter in parameters], expected)

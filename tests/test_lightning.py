@@ -111,9 +111,10 @@ def test_sums_over_an_epoch_are_in_double_precision_for_a_float32_model(tmp_path
     assert all(state.dtype == torch.float64 for state in states)
 
 
-def test_a_compiled_step_trains_the_same_model(tmp_path):
+@pytest.mark.parametrize("settings", [{}, ALL | {"restarts": 2}], ids=["paper", "all"])
+def test_a_compiled_step_trains_the_same_model(tmp_path, settings):
     counters.clear()
-    modules = [make_module("count", compile=compile) for compile in (False, True)]
+    modules = [make_module("count", compile=compile, **settings) for compile in (False, True)]
     for compile, module in enumerate(modules):
         fit(module, make_data("count", 15), 3, tmp_path / str(compile))
     expected, actual = (module.state_dict() for module in modules)

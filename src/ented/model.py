@@ -20,6 +20,7 @@ tensor, which broadcasts with the entries'.
 """
 
 import copy
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -72,9 +73,7 @@ class FactorProcess(nn.Module):
     ) -> Features:
         """Whitened features of a batch at a draw of its factors, see `FactorTable.draw`; differentiable in Z and X."""
         draw = self.table.draw(indices, noise, new)
-        features = self.inducing(self.kernel, draw.z)
-        features.draw = draw
-        return features
+        return replace(self.inducing(self.kernel, draw.z), draw=draw)
 
     @torch.no_grad()
     def backward(

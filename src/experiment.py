@@ -72,6 +72,8 @@ class Run:
                 f"model={cfg.model.name} needs all entries at once, and those of dataset={cfg.dataset.name} stay in "
                 "their files: choose model=ented, gptf_pg, gptf, costco or sbtr"
             )
+        if cfg.protocol.name == "validation" and streamed:
+            raise InputError("protocol=validation: the entries that it holds out are in memory, unlike dataset=stream")
         if method.all_entries and cfg.batch_size != "all":
             raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
         if cfg.replicas and streamed:
@@ -88,6 +90,9 @@ class Run:
         self.check_method()
         cfg, dataset, fold = self.cfg, self.dataset, self.config["fold"]
         self.train, self.test = dataset.load(fold)
+        if cfg.protocol.name == "validation":
+            parts = COODataModule(self.train, self.test, 1, self.config["seed"], cfg.protocol.held_out)
+            self.train, self.test = parts.train, parts.validation
         self.batch_size, self.epochs = sizes_of(cfg, len(self.train))
         self.likelihood = self.new_likelihood()
         self.likelihood.check(torch.tensor([*self.train.range, *self.test.range]))

@@ -106,6 +106,8 @@ def check_together(cfg: DictConfig) -> None:
             raise InputError(f"{override}: there is no such setting; those that there are stand in conf/")
     if "missing=zeros" in overrides_given() and "missing" not in cfg.model:
         raise InputError(f"missing=zeros: model={cfg.model.name} takes masked only")
+    if cfg.protocol.name == "validation" and not cfg.protocol.held_out:
+        raise InputError("protocol.held_out=0: protocol=validation tests what it holds out")
     if several(cfg.lr) and not cfg.protocol.held_out:
         raise InputError(f"lr={cfg.lr}: only protocol=holdout chooses one of several, by held-out training entries")
     if several(cfg.lr) and "lr" not in cfg.model:

@@ -388,6 +388,31 @@ def test_a_variant_changes_the_default(variant):
     assert variant in ablation["hydra"]["sweeper"]["params"]["variant"].split(",")
 
 
+@pytest.mark.parametrize("together", [[], ["replicas=folds"]])
+def test_validation_tests_a_tenth_of_the_training_entries(command, tiny, together):
+    """Others for each seed; what the test entries are changes nothing."""
+    data = np.load(tiny / "ones/fold-0.npz")
+    train, test = data["train"], data["test"]
+    tables = []
+    for values in (test[:, 3], 1 - test[:, 3]):
+        np.savez(tiny / "ones/fold-0.npz", train=train, test=np.column_stack([test[:, :3], values]))
+        code, _, err = command(*binary(tiny), "fold=0", "seed=[0,1]", "protocol=validation", "force=true", *together)
+        assert code == 0, err
+        folder = tiny.parent / "runs/ones/ented/rank=2/fold=0"
+        tables.append([pd.read_csv(folder / f"seed={seed}/predictions.csv") for seed in (0, 1)])
+    for before, after in zip(*tables, strict=True):
+        pd.testing.assert_frame_equal(before, after)
+        assert len(before) == 9 and all(row in train.tolist() for row in before.iloc[:, :4].values.tolist())
+    assert not before.equals(tables[0][0])
+    assert "81 training entries, 9 test entries" in (folder / "seed=0/train.log").read_text()
+
+
+def test_validation_needs_held_out_entries(command, tiny):
+    code, _, err = command(*binary(tiny), "protocol=validation", "protocol.held_out=0")
+    assert code == 1 and "protocol.held_out=0: protocol=validation tests what it holds out" in err
+    assert not (tiny.parent / "runs").exists()
+
+
 def test_paper_protocol_uses_the_published_settings(command, tiny):
     code, _, err = command(*binary(tiny), "fold=0", "protocol=paper", "dataset.paper.epochs=5", "epochs=5")
     assert code == 0, err

@@ -424,7 +424,7 @@ def test_paper_protocol_uses_the_published_settings(command, tiny):
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_any_number_of_blocks(command, tiny, blocks):
-    assert command(*binary(tiny), "fold=0", f"model.blocks={blocks}", "inducing=9")[0] == 0
+    assert command(*binary(tiny), "fold=0", f"model.blocks={blocks}", "inducing=9", "model.restarts=1")[0] == 0
     checkpoint = torch.load(tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0/last.ckpt")
     assert checkpoint["state_dict"]["model.q.precision"].shape == (blocks, 9 // blocks, 9 // blocks)
 

@@ -90,6 +90,7 @@ class Run:
         self.check_method()
         cfg, dataset, fold = self.cfg, self.dataset, self.config["fold"]
         self.train, self.test = dataset.load(fold)
+        self.smallest = self.train.range[0]
         if cfg.protocol.name == "validation":
             parts = COODataModule(self.train, self.test, 1, self.config["seed"], cfg.protocol.held_out)
             self.train, self.test = parts.train, parts.validation
@@ -115,7 +116,7 @@ class Run:
     def new_likelihood(self) -> PolyaGamma:
         settings = dict(self.cfg.likelihood)
         if settings.get("smallest") == "auto":
-            settings["smallest"] = int(self.train.range[0] > 0)
+            settings["smallest"] = int(self.smallest > 0)
         return instantiate(settings)
 
     def module(self, lr: float) -> L.LightningModule:

@@ -109,7 +109,9 @@ def check_together(cfg: DictConfig) -> None:
     if cfg.protocol.name == "validation" and not cfg.protocol.held_out:
         raise InputError("protocol.held_out=0: protocol=validation tests what it holds out")
     if several(cfg.lr) and not cfg.protocol.held_out:
-        raise InputError(f"lr={cfg.lr}: only protocol=holdout chooses one of several, by held-out training entries")
+        raise InputError(
+            f"lr={cfg.lr}: only protocol=holdout and validation choose one of several, by held-out training entries"
+        )
     if several(cfg.lr) and "lr" not in cfg.model:
         raise InputError(f"lr={cfg.lr}: model={cfg.model.name} has no learning rate")
     if cfg.model.get("annealing") and cfg.protocol.held_out and cfg.protocol.patience is not None:

@@ -135,25 +135,19 @@ def test_leading_dimensions_equal_a_loop(float64, std, mean, new):
     table, indices = make(std, mean, leading=(2,)), entries((2,))
     noise = torch.randn(2, ENTRIES, len(SHAPE), RANK)
     if mean == "degrees":
-        table.log_degrees = torch.randn(2, 2, sum(SHAPE))
-    together = shifted(table).draw(indices, noise, new)
+        table.log_degrees, table.log_degrees_of_new = torch.randn(2, 2, sum(SHAPE))
+    together = table.draw(indices, noise, new)
     for i in range(2):
         single = make(std, mean)
         for name, parameter in single.named_parameters():
             parameter.data = table.get_parameter(name)[i]
         if mean == "degrees":
-            single.log_degrees = table.log_degrees[i]
+            single.log_degrees, single.log_degrees_of_new = table.log_degrees[i], table.log_degrees_of_new[i]
         draw = single.draw(indices[i], noise[i], new)
         torch.testing.assert_close(together.z[i], draw.z)
         for name in "mean", "variance":
             both, one = (torch.as_tensor(getattr(of, name)) for of in (together, draw))
             torch.testing.assert_close(both.expand(2, ENTRIES)[i], one.expand(ENTRIES))
-
-
-def shifted(table: FactorTable) -> FactorTable:
-    """With the offsets that `ented.replicas.stack` gives it."""
-    table.offsets = table.offsets + sum(SHAPE) * torch.arange(2)[:, None, None]
-    return table
 
 
 def test_the_noise_of_predictions_is_standard_normal(float64):

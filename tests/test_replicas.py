@@ -57,7 +57,6 @@ def assert_same(together, alone, histories, expected):
     [
         *[("binary", 15, {}), ("binary", "all", {}), ("count", 15, {}), ("count", "all", {})],
         *[("binary", 15, ALL), ("count", 15, ALL), ("count", "all", ALL)],
-        *[("binary", 15, ALL | {"restarts": 2}), ("count", 15, ALL | {"restarts": 3})],
     ],
 )
 def test_each_replica_ends_where_it_ends_alone(tmp_path, kind, batch_size, settings):

@@ -403,8 +403,26 @@ def test_validation_tests_a_tenth_of_the_training_entries(command, tiny, togethe
     for before, after in zip(*tables, strict=True):
         pd.testing.assert_frame_equal(before, after)
         assert len(before) == 9 and all(row in train.tolist() for row in before.iloc[:, :4].values.tolist())
-    assert not before.equals(tables[0][0])
+    assert not tables[0][0].iloc[:, :3].equals(tables[0][1].iloc[:, :3])
     assert "81 training entries, 9 test entries" in (folder / "seed=0/train.log").read_text()
+
+
+def test_the_smallest_count_is_that_of_all_training_entries(command, tiny):
+    """Also where validation holds out the only zero, as each of these seeds does or does not."""
+    data = np.load(tiny / "counts/fold-0.npz")
+    train = data["train"]
+    train[:, 3] = np.arange(90) > 0
+    np.savez(tiny / "counts/fold-0.npz", train=train, test=data["test"])
+    code, _, err = command(*counts(tiny), "fold=0", "seed=[0,1,2,3,4,5,6,7,8,9,10,11]", "protocol=validation")
+    assert code == 0, err
+    tables = [pd.read_csv(file) for file in (tiny.parent / "runs/counts/ented/rank=2/fold=0").glob("*/predictions.csv")]
+    assert len(tables) == 12 and {(table.value == 0).any() for table in tables} == {True, False}
+
+
+def test_what_only_ented_has_is_no_setting_of_another_method(command, tiny):
+    assert command(*binary(tiny), "fold=0", "model=main_effects")[0] == 0
+    code, _, err = command(*binary(tiny), "fold=0", "model=main_effects", "variant=components_1")
+    assert code == 0, err
 
 
 def test_validation_needs_held_out_entries(command, tiny):
@@ -424,7 +442,7 @@ def test_paper_protocol_uses_the_published_settings(command, tiny):
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_any_number_of_blocks(command, tiny, blocks):
-    assert command(*binary(tiny), "fold=0", f"model.blocks={blocks}", "inducing=9", "model.restarts=1")[0] == 0
+    assert command(*binary(tiny), "fold=0", f"model.blocks={blocks}", "inducing=9", "model.components=1")[0] == 0
     checkpoint = torch.load(tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0/last.ckpt")
     assert checkpoint["state_dict"]["model.q.precision"].shape == (blocks, 9 // blocks, 9 // blocks)
 

@@ -20,7 +20,7 @@ from ented.recorder import History, Recorder
 TRAIN = Path(__file__).parent.parent / "src" / "train.py"
 ALL = {  # what ENTED has besides the paper's, as keywords of `ENTEDModule`
     **{"factors": "variational", "kernel": "ard", "lengthscale_ratio": 2.0, "mean": "degrees"},
-    **{"inducing_inputs": "data", "annealing": True},
+    **{"inducing_inputs": "data", "annealing": True, "components": 2},
 }
 KILL = "+callbacks.kill._target_=training.Kill"
 

@@ -46,7 +46,7 @@ def direction(m: Float[Tensor, "..."], v: Float[Tensor, "..."], t: Float[Tensor,
 
 
 class ReplicaAdam(PartialAdam):
-    """For tensors (B, ., .) of B replicas, which have their own learning rates."""
+    """For tensors (B, ...) of B replicas, which have their own learning rates."""
 
     parts = slice(1)
 
@@ -64,7 +64,7 @@ class ReplicaAdam(PartialAdam):
 class RowAdam(PartialAdam):
     """For a table whose gradient is zero but for the rows of a minibatch: no other row is read or written.
 
-    Rows are counted through the leading dimensions, as those of tables that stand one below the other.
+    Rows of several tables are counted as in `ented.factors.FactorTable.rows`.
     """
 
     parts = slice(-1)

@@ -100,7 +100,7 @@ class COODataModule(L.LightningDataModule):
             if not 0 < size < len(train):
                 raise InputError(
                     f"holding out {held_out:g} of {len(train)} training entries leaves an empty part: "
-                    "set protocol.held_out=0 and epochs=, or give more data"
+                    "set another protocol.held_out=, or give more data"
                 )
             self.split(size)
         self.sizes = batch_sizes(len(self.train), len(self.train) if batch_size == "all" else batch_size)

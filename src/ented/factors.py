@@ -19,7 +19,7 @@ A minibatch draws z = mean + std * noise anew for each of its entries, so that t
 
 from dataclasses import dataclass
 from itertools import accumulate
-from math import log, pi
+from math import log, pi, prod
 from typing import Literal
 
 import torch
@@ -33,12 +33,12 @@ from ented.tensor import InputError
 
 @dataclass
 class Draw:
-    """What S entries have of the table."""
+    """The table's part in S entries."""
 
     rows: Int[Tensor, "... S D"]  # of Z
     z: Float[Tensor, "... S Q"]  # the drawn factors side by side, Q = D R
     mean: Float[Tensor, "... S"] | float  # of o
-    variance: Float[Tensor, "... S"] | float
+    variance: Float[Tensor, "... S"] | float  # that the effects add to f's
     # and what the backward pass takes up again
     values: Float[Tensor, "... S D W"]  # the rows of Z, W columns
     deviation: Float[Tensor, "... S D R"] | None  # z less its mean
@@ -91,7 +91,8 @@ class FactorTable(nn.Module):
             self.log_tau = nn.Parameter(torch.zeros(len(shape)))
         if self.slopes:
             self.gamma = nn.Parameter(torch.zeros(len(shape)))
-            self.register_buffer("log_degrees", torch.zeros(2, rows))  # c for a training entry, and for a new one
+            self.register_buffer("log_degrees", torch.zeros(rows))  # c for a training entry
+            self.register_buffer("log_degrees_of_new", torch.zeros(rows))  # c for a new entry
         if sparse_gradients:
             # the gradient's place, zero between the steps, see `ented.adam.RowAdam`
             self.register_buffer("Z_bar", torch.zeros_like(self.Z), persistent=False)
@@ -108,19 +109,30 @@ class FactorTable(nn.Module):
         With sparse gradients, a row that has none is put where its prior is highest.
         """
         if self.slopes:
-            centred = []
-            for n in degrees.to(self.log_degrees).split(self.shape):
-                of_training, of_new = n.clamp_min(1).log(), n.log1p()
-                centre = (n * of_training).sum() / n.sum()
-                centred.append(torch.stack([of_training, of_new]) - centre)
-            self.log_degrees.copy_(torch.cat(centred, -1))
+            n = degrees.to(self.log_degrees)
+            log_n = n.clamp_min(1).log()
+            modes = zip(n.split(self.shape), log_n.split(self.shape), strict=True)
+            centre = torch.cat([((n_d * log_d).sum() / n_d.sum()).expand(len(n_d)) for n_d, log_d in modes])
+            self.log_degrees.copy_(log_n - centre)
+            self.log_degrees_of_new.copy_(n.log1p() - centre)
         if self.sparse_gradients:
             self.degrees.copy_(degrees)
             self.Z.mul_((self.degrees > 0)[..., None])  # a mean of 0 and a standard deviation of 1
 
     def rows(self, indices: Int[Tensor, "... S D"]) -> Int[Tensor, "... S D"]:
-        """The entries' rows of Z."""
-        return indices + self.offsets
+        """The entries' rows of Z; those of several tables are counted as if they stood one below the other."""
+        leading = self.Z.shape[:-2]
+        if not leading:
+            return indices + self.offsets
+        table = torch.arange(prod(leading), device=self.Z.device).view(*leading, 1, 1)
+        return indices + self.offsets + table * self.Z.shape[-2]
+
+    def noise(self, entries: int, random: torch.Generator) -> Float[Tensor, "... S D R"] | None:
+        """For a draw of the factors of so many entries, in memory from which a copy to the device does not wait."""
+        if not self.variational:
+            return None
+        shape = *self.Z.shape[:-2], entries, len(self.shape), self.rank
+        return torch.randn(shape, generator=random, dtype=self.Z.dtype, pin_memory=torch.cuda.is_available())
 
     def draw(
         self, indices: Int[Tensor, "... S D"], noise: Float[Tensor, "... S D R"] | None = None, new: bool = False
@@ -141,10 +153,10 @@ class FactorTable(nn.Module):
             tau = self.log_tau.exp()[..., None, :]
             mean = mean + (tau * values[..., self.rank]).sum(-1)
         if self.slopes:
-            log_degrees = self.log_degrees[..., 0, :].flatten()[rows]
+            log_degrees = self.log_degrees.flatten()[rows]
             if new and self.variational:
                 s2 = (2 * values[..., -1]).exp()
-                log_degrees = log_degrees.lerp(self.log_degrees[..., 1, :].flatten()[rows], s2)
+                log_degrees = log_degrees.lerp(self.log_degrees_of_new.flatten()[rows], s2)
             mean = mean + (self.gamma[..., None, :] * log_degrees).sum(-1)
         if self.effects and self.variational:
             variance = (tau * values[..., -1].exp()).square().sum(-1)

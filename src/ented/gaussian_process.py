@@ -53,6 +53,7 @@ def check_numbers(
     failures, bound = all_reduce(model.failures.double(), bound_sum + squares)
 
     def where(failed: Bool[Tensor, "..."]) -> str:
+        failed = failed.flatten(leading).any(-1) if failed.ndim > leading else failed  # one of the components
         rates = torch.as_tensor(lr, dtype=torch.float64, device=failed.device).expand(failed.shape)
         return f"in epoch {epoch + 1} with lr={rates[failed][0]:g}"
 
@@ -159,7 +160,7 @@ class ENTEDModule(GaussianProcessModule):
     shape, rank, init_std, mean, sparse_gradients : see `ented.factors.FactorTable`.
     likelihood, inducing, blocks, jitter : see `ented.model.ENTED`.
     factors, posterior_std : whether Z has a posterior, and the standard deviations that it starts from.
-    restarts : components of a mixture, see `ented.model`.
+    components : models in a mixture, see `ented.model`.
     kernel : "fixed", RBF with lengthscale and variance 1; "rbf" learns them, "ard" a lengthscale for each input.
     lengthscale, lengthscale_ratio : what learned ones start from, see `initial_lengthscales`; auto is a ratio of 1 for
         binary entries and 2 for counts.
@@ -168,6 +169,10 @@ class ENTEDModule(GaussianProcessModule):
     rho : natural gradient step size in (0, 1].
     annealing : whether lr and rho fall to zero over the epochs, along half a cosine.
     compile : whether `torch.compile` makes one program of the model's part of a step, in the first of them.
+
+    Raises
+    ------
+    InputError : components below 1, or what the table and the model refuse.
     """
 
     def __init__(
@@ -186,7 +191,7 @@ class ENTEDModule(GaussianProcessModule):
         sparse_gradients: bool = False,
         factors: Literal["map", "variational"] = "map",
         posterior_std: float = 0.1,
-        restarts: int = 1,
+        components: int = 1,
         kernel: Literal["fixed", "rbf", "ard"] = "fixed",
         lengthscale: float = 1.0,
         lengthscale_ratio: float | Literal["auto"] = "auto",
@@ -195,8 +200,8 @@ class ENTEDModule(GaussianProcessModule):
         annealing: bool = False,
     ):
         std = posterior_std if factors == "variational" else None
-        if restarts < 1:
-            raise InputError(f"model.restarts={restarts}: it must be at least 1")
+        if components < 1:
+            raise InputError(f"model.components={components}: it must be at least 1")
         if kernel == "fixed":
             covariance = RBF()
         elif kernel == "rbf":
@@ -204,16 +209,16 @@ class ENTEDModule(GaussianProcessModule):
         else:
             ratio = {"binary": 1, "count": 2}[likelihood.kind] if lengthscale_ratio == "auto" else lengthscale_ratio
             covariance = RBF(lengthscale * initial_lengthscales(len(shape), rank, ratio), learned=True)
-        components = []
-        for _ in range(restarts):
+        models = []
+        for _ in range(components):
             table = FactorTable(shape, rank, init_std, std, mean, sparse_gradients)
-            components.append(ENTED(table, likelihood, inducing, blocks, covariance, jitter))
-        model = mixture(components)
+            models.append(ENTED(table, likelihood, inducing, blocks, covariance, jitter))
+        model = mixture(models)
         super().__init__(likelihood.kind, model, lr, milestones)
         self.step = torch.compile(model.step) if compile else model.step
         self.rho, self.annealing = rho, annealing
-        # the entries that the inducing inputs start at, each as a share of all that stand before it
-        self.inducing_entries = torch.rand(model.inducing.X.shape[:-1]) if inducing_inputs == "data" else None
+        # where each inducing input starts, as a place in the list of training entries, from 0 to 1
+        self.inducing_places = torch.rand(model.inducing.X.shape[:-1]) if inducing_inputs == "data" else None
         self.register_buffer("rho_now", torch.tensor(rho, dtype=torch.float64), persistent=False)
         self.register_buffer("log_prob_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
@@ -224,8 +229,8 @@ class ENTEDModule(GaussianProcessModule):
         model = self.model
         if model.table.constant is not None:
             model.table.constant.copy_(model.likelihood.intercept(values) - model.likelihood.offset)
-        if self.inducing_entries is not None:
-            model.start_inducing_at(indices[(self.inducing_entries * len(values)).long()])
+        if self.inducing_places is not None:
+            model.start_inducing_at(indices[(self.inducing_places * len(values)).long()])
 
     def anneal(self, epoch: int, epochs: int) -> float:
         """What lr and rho are multiplied by in an epoch, from 0, of so many."""
@@ -236,13 +241,10 @@ class ENTEDModule(GaussianProcessModule):
 
     def noise(self, batch_index: int) -> Float[Tensor, "... S D R"] | None:
         """For the draw of the factors: this process's part of what one process would draw for the whole minibatch."""
-        table, data = self.model.table, self.trainer.datamodule
-        if not table.variational:
-            return None
+        data = self.trainer.datamodule
         process, processes = data.process_and_count
-        shape = *table.Z.shape[:-2], data.sizes[batch_index], len(table.shape), table.rank
-        noise = torch.randn(shape, generator=self.random, dtype=table.Z.dtype)
-        return noise.tensor_split(processes, -3)[process].to(self.device, non_blocking=True)
+        noise = self.model.table.noise(data.sizes[batch_index], self.random)
+        return None if noise is None else noise.tensor_split(processes, -3)[process].to(self.device, non_blocking=True)
 
     def training_step(self, batch: Batch, batch_index: int) -> None:
         indices, values = batch

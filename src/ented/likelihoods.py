@@ -137,7 +137,7 @@ class PolyaGamma(nn.Module):
     def known(self, replica: int | None = None) -> "PolyaGamma":
         """The same with its parameters, or those of a replica, as numbers; here the host waits for the device.
 
-        A mixture has their geometric mean over its components.
+        Of several models, those of a mixture, it has their geometric mean.
         """
         return self
 

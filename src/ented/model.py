@@ -14,9 +14,10 @@ where they are learned the parameters of o, of k and of the likelihood. The boun
 
 where -KL(q(Z) | p(Z)) takes the place of log p(Z), and a draw of Z that of an expectation, if Z has a posterior.
 
-The posterior of Z has many modes, and a Gaussian finds one of them. A mixture has several as components of equal
-weight, each found from another start; the mean of their bounds is a bound. They are a leading dimension of every
-tensor, which broadcasts with the entries'.
+The posterior has many modes, and a Gaussian finds one of them. A mixture of C models of equal weight has several, each
+with parameters of its own, from initial values of its own; the mean of their bounds is a bound, since KL is convex.
+These components are a leading dimension of every tensor but the entries'. A prediction takes the mean and the variance
+of f over all components for those of one Gaussian.
 """
 
 import copy
@@ -69,7 +70,7 @@ class FactorProcess(nn.Module):
         return self.table.Z
 
     def features(
-        self, indices: Int[Tensor, "... S D"], noise: Float[Tensor, "... S D R"] | None = None, new: bool = False
+        self, indices: Int[Tensor, "... S D"], noise: Float[Tensor, "... D R"] | None = None, new: bool = False
     ) -> Features:
         """Whitened features of a batch at a draw of its factors, see `FactorTable.draw`; differentiable in Z and X."""
         draw = self.table.draw(indices, noise, new)
@@ -101,7 +102,7 @@ class FactorProcess(nn.Module):
         self.table.add_prior()
 
     @torch.no_grad()
-    def start_inducing_at(self, indices: Int[Tensor, "P D"]) -> None:
+    def start_inducing_at(self, indices: Int[Tensor, "... P D"]) -> None:
         """Put the new inducing inputs near the factors of P entries, one near each."""
         X = self.inducing.X
         X.mul_(SPREAD).add_(self.table.draw(indices).z)
@@ -142,7 +143,7 @@ class ENTED(FactorProcess):
             raise InputError(f"inducing={inducing} points cannot be divided into model.blocks={blocks} equal blocks")
         self.likelihood = likelihood
         self.q = GaussianBlocks(blocks, inducing // blocks)
-        self.components: int | None = None  # of a mixture, see `mixture`
+        self.is_mixture = False  # whether the last leading dimension is that of components, see `mixture`
         self.has_mean = table.constant is not None or likelihood.learned
 
     def moments(
@@ -164,12 +165,14 @@ class ENTED(FactorProcess):
 
     @torch.no_grad()
     def posterior(self, indices: Int[Tensor, "... S D"]) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
-        """Mean and variance of f at `indices`, in float64; those over draws of Z and the components of a mixture."""
+        """Mean and variance of f at `indices`, over u, draws of Z and the components of a mixture, in float64."""
+        if self.is_mixture:
+            indices = indices.unsqueeze(-3)
         draws = self.table.prediction_noise(DRAWS)
         moments = [self.moments(self.features(indices, noise, new=True))[:2] for noise in draws]
         means, variances = map(torch.stack, zip(*moments, strict=True))
-        if self.components:
-            if self.likelihood.learned:  # f goes with the offset of all, see `known`
+        if self.is_mixture:
+            if self.likelihood.learned:  # each has its own zeta: to the f that goes with the one of `known`
                 means = means + (self.likelihood.offset.mean(-2, keepdim=True) - self.likelihood.offset)
             means, variances = (moment.movedim(-2, 0).flatten(0, 1) for moment in (means, variances))
         variance = variances.mean(0) + means.var(0, correction=0)
@@ -182,9 +185,10 @@ class ENTED(FactorProcess):
         total: int | None = None,
         noise: Float[Tensor, "... S D R"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """Bound on log p(x, Z); estimated from S of `total` entries where `total` is given, and from a draw of Z.
+        """Bound on log p(x, Z), or on log p(x) where Z has a posterior; of a mixture, each component's.
 
-        Without noise the draw is the mean of Z. A mixture has that of each component.
+        It is estimated from S of `total` entries, where `total` is given, and from a draw of Z. Without noise the draw
+        is the mean of Z.
         """
         mean, variance, _ = self.moments(self.features(indices, noise))
         scale = 1.0 if total is None else total / values.shape[-1]
@@ -193,7 +197,7 @@ class ENTED(FactorProcess):
     def prior_terms(self) -> Float[Tensor, "..."]:
         """What the bound has besides the entries' part, -KL(q | p) + log p(Z); of a mixture the mean."""
         terms = self.log_prior() - self.q.kl()
-        return terms.mean(-1) if self.components else terms
+        return terms.mean(-1) if self.is_mixture else terms
 
     @torch.no_grad()
     def step(
@@ -212,9 +216,14 @@ class ENTED(FactorProcess):
         q(u); of a mixture, the mean of its components'.
         """
         self.likelihood.limit()
+        if self.is_mixture:
+            indices, values = indices.unsqueeze(-3), values.unsqueeze(-2)
+            scale = scale.unsqueeze(-2) if isinstance(scale, Tensor) else scale
+            rho = rho.unsqueeze(-1) if isinstance(rho, Tensor) else rho
         features = self.features(indices, noise)
         self.natural_gradient_step(features, values, scale, rho)
-        return self.set_gradients(features, values, scale)
+        of_entries = self.set_gradients(features, values, scale)
+        return tuple(of_entry.mean(-2) for of_entry in of_entries) if self.is_mixture else of_entries
 
     @torch.no_grad()
     def natural_gradient_step(
@@ -239,7 +248,7 @@ class ENTED(FactorProcess):
     def set_gradients(
         self, features: Features, values: Float[Tensor, "... S"], scale: float | Float[Tensor, "... S"]
     ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
-        """Set all gradients, those of minus the bound with q held fixed. Returns what `step` does.
+        """Set all gradients, those of minus the bound with q held fixed. Returns each entry's bound and log p(x | f).
 
         The bound of entry n has the derivatives t_n - theta_n mu_n in the mean of f and -theta_n / 2 in its variance,
         see `PolyaGamma.sites`: since q(omega) is optimal (envelope theorem), or as those of the expectation (Bonnet and
@@ -260,29 +269,26 @@ class ENTED(FactorProcess):
             slope = scale * self.likelihood.slope(values, mean, variance)
             others[self.likelihood.log_zeta] = -(slope + mean_bar).sum(-1, keepdim=True)
         self.backward(features, phi_bar, scale, mean_bar, variance_bar, others)
-        of_entries = self.likelihood.bound(values, mean, variance), self.likelihood.log_prob(values, mean)
-        return tuple(each.mean(-2) for each in of_entries) if self.components else of_entries
+        return self.likelihood.bound(values, mean, variance), self.likelihood.log_prob(values, mean)
 
 
 def stack(models: list[ENTED]) -> ENTED:
-    """The models as one whose tensors have a leading dimension, of size B; they must have the same sizes."""
+    """The models as one whose tensors have a leading dimension, of size B.
+
+    They must have the same sizes and settings: what is no tensor is the first one's.
+    """
     together = copy.deepcopy(models[0])
     for name, tensor in [*together.named_parameters(), *together.named_buffers()]:
         path, _, leaf = name.rpartition(".")
         stacked = torch.stack([getattr(model.get_submodule(path), leaf).detach() for model in models])
         setattr(together.get_submodule(path), leaf, nn.Parameter(stacked) if tensor.requires_grad else stacked)
-    # the factor matrices of model b stand below those of the models before
-    table = together.table
-    rows = table.Z[0].flatten(0, -2).shape[0]
-    start = rows * torch.arange(len(models), device=table.offsets.device)
-    table.offsets += start.view(-1, *[1] * (table.offsets.ndim - 1))
     return together
 
 
 def mixture(models: list[ENTED]) -> ENTED:
-    """The models as components of a mixture; of one, itself."""
+    """The models as components of a mixture; of one model, itself."""
     if len(models) == 1:
         return models[0]
     together = stack(models)
-    together.components = len(models)
+    together.is_mixture = True
     return together

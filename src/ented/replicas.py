@@ -103,7 +103,7 @@ class ReplicaData(L.LightningDataModule):
 
 
 class ReplicasModule(L.LightningModule):
-    """`ENTEDModule` with a leading dimension; that of the components of a mixture comes after it.
+    """`ENTEDModule` with a leading dimension.
 
     Parameters
     ----------
@@ -163,33 +163,31 @@ class ReplicasModule(L.LightningModule):
 
     def noise(self, batch_index: int, size: int) -> Float[Tensor, "B ... S D R"] | None:
         """For the draw of each replica's factors: what it would draw by itself, and zeros where it has no entries."""
-        table, draws = self.model.table, []
-        if not table.variational:
+        if not self.model.table.variational:
             return None
-        for random, replica, history in zip(self.random, self.trainer.datamodule.replicas, self.histories, strict=True):
+        draws = []
+        for random, module, replica, history in zip(
+            self.random, self.replicas, self.trainer.datamodule.replicas, self.histories, strict=True
+        ):
             entries = 0 if history.ended or batch_index >= len(replica.sizes) else replica.sizes[batch_index]
-            shape = *table.Z.shape[1:-2], entries, len(table.shape), table.rank
-            draw = torch.randn(shape, generator=random, dtype=table.Z.dtype)
-            draws.append(pad(draw, (0, 0, 0, 0, 0, size - entries)))
-        return torch.stack(draws).to(self.device, non_blocking=True)
-
-    def for_components(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """With a dimension after the first that broadcasts with the components of a mixture, where there is one."""
-        return tuple(tensor.unsqueeze(1) for tensor in tensors) if self.model.components else tensors
+            draws.append(pad(module.model.table.noise(entries, random), (0, 0, 0, 0, 0, size - entries)))
+        noise = torch.stack(draws)
+        noise = noise.pin_memory() if torch.cuda.is_available() else noise
+        return noise.to(self.device, non_blocking=True)
 
     def training_step(self, batch: ReplicaBatch, batch_index: int) -> None:
         indices, values, scale = batch
         present = scale > 0
         active = present.any(-1)
         noise = self.noise(batch_index, values.shape[-1])
-        bound, log_prob = self.step(*self.for_components(indices, values, scale, self.rho_now * active), noise)
+        bound, log_prob = self.step(indices, values, scale, self.rho_now * active, noise)
         self.optimizers().step(active=active)
         self.bound_sum += (bound * present).sum(-1)
         self.log_prob_sum += (log_prob * present).sum(-1)
 
     def validation_step(self, batch: ReplicaBatch, _) -> None:
         indices, values, scale = batch
-        means, variances = self.model.posterior(*self.for_components(indices))
+        means, variances = self.model.posterior(indices)
         # what fills up stands last; here the host waits for the device
         for i, present in enumerate((scale > 0).sum(-1).tolist()):
             if present:

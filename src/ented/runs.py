@@ -2,7 +2,7 @@
 
 config.yaml      all settings, written first
 train.log        what was done
-holdout/         the fit that chose the number of epochs (protocol=holdout): epochs.csv, last.ckpt, chosen.json;
+holdout/         the fit that chose the number of epochs, where one did: epochs.csv, last.ckpt, chosen.json;
                  of several learning rates, each has a folder lr=... for the first two
 replicas-.../    last.ckpt of all runs of a command with replicas=folds, in the first of their folders, until it is done
 epochs.csv       metrics of each epoch
@@ -245,8 +245,14 @@ def write(file: Path, text: str) -> None:
 def material(settings: dict) -> dict[str, object]:
     """The settings that decide a run's numbers, by their dotted names."""
     leaves = flat({key: value for key, value in settings.items() if key not in IMMATERIAL})
-    # a method's own training settings stand at the top, where they can be overridden
-    places = ("dataset.source.data_dir", "dataset.source.workers", "model.training.", "model.compile")
+    # a method's own training settings stand at the top, where they can be overridden, and those of ENTED in its model
+    places = (
+        "dataset.source.data_dir",
+        "dataset.source.workers",
+        "model.training.",
+        "model.compile",
+        "protocol.ented.",
+    )
     return {key: value for key, value in leaves.items() if not key.startswith(places)}
 
 

@@ -35,7 +35,7 @@ RULES = {
             "rank",
             "inducing",
             "model.blocks",
-            "model.restarts",
+            "model.components",
             "model.inner",
             "model.sample",
             "model.newton_steps",
@@ -60,7 +60,7 @@ RULES = {
         ["seed"],
         lambda value: one_or_several(value, lambda seed: whole(seed) and 0 <= seed < 2**32),
     ),
-    "a number above 0, or a list of different ones for protocol=holdout": (
+    "a number above 0, or a list of different ones for protocol=holdout or validation": (
         ["lr"],
         lambda value: one_or_several(value, lambda lr: number(lr) and lr > 0),
     ),

@@ -73,7 +73,10 @@ class Run:
                 "their files: choose model=ented, gptf_pg, gptf, costco or sbtr"
             )
         if cfg.protocol.name == "validation" and streamed:
-            raise InputError("protocol=validation: the entries that it holds out are in memory, unlike dataset=stream")
+            raise InputError(
+                "protocol=validation: the entries that it holds out are in memory, unlike those of dataset=stream: "
+                "use protocol=holdout"
+            )
         if method.all_entries and cfg.batch_size != "all":
             raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
         if cfg.replicas and streamed:

@@ -47,7 +47,9 @@ def collect(source: Path) -> pd.DataFrame:
             raise ValueError(f"{file} has no {error}: remove it, and start its run again") from None
         twin = folders.setdefault(tuple(about.values()), file.parent)
         if twin != file.parent:
-            raise ValueError(f"{twin} and {file.parent} hold the same run: name a folder that has one of them")
+            raise ValueError(
+                f"{twin} and {file.parent} hold the same run: name a folder that has one of them, or --variants"
+            )
         rows += [{**about, "metric": name, "value": value, **spent, **made} for name, value in metrics]
     if not rows:
         raise ValueError(f"no finished run below {source}")
@@ -57,7 +59,7 @@ def collect(source: Path) -> pd.DataFrame:
 def collect_variants(source: Path) -> pd.DataFrame:
     """The same of each folder in a folder, with the folder's name as `variant`."""
     if not source.is_dir():
-        return collect(source)
+        raise ValueError(f"--variants: {source} is no folder of folders")
     parts = [collect(folder).assign(variant=folder.name) for folder in sorted(source.iterdir()) if folder.is_dir()]
     if not parts:
         raise ValueError(f"no folder in {source}")
@@ -97,7 +99,6 @@ def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> str:
     - where it is worse.
     """
     published, parts = by_cell(published), []
-    numbers = numbers[numbers.protocol.isin(["paper", "holdout"])]  # those that test what the published ones do
     for dataset in numbers.dataset.unique():
         part = numbers[numbers.dataset == dataset].sort_values(["model", "rank"], kind="stable")
         metrics = ["auc", "nll"] if (part.metric == "auc").any() else ["rmse", "mape", "nll"]
@@ -240,9 +241,18 @@ def main() -> None:
         if arguments.figure:
             figure(arguments.run, arguments.figure)
             return
+        if arguments.rivals and not arguments.compare:
+            raise ValueError("--rivals goes with --compare")
+        if arguments.variants and arguments.compare:
+            raise ValueError("--variants and --compare: name the folder of one variant and leave --variants out")
         numbers = (collect_variants if arguments.variants else collect)(arguments.source)
         if arguments.compare:
             published = read_table(arguments.compare, ["dataset", "method", "rank", "metric", "mean", "std"])
+            if (numbers.protocol == "validation").any():
+                raise ValueError(
+                    f"{arguments.source} holds runs of protocol=validation, whose entries are not those of published "
+                    "numbers: name a folder without them"
+                )
         if arguments.csv:
             numbers.to_csv(arguments.csv, index=False)
         if arguments.compare and arguments.rivals:

@@ -104,10 +104,13 @@ def check_together(cfg: DictConfig) -> None:
         # Hydra's way to add a setting; nothing would read it, but for another callback
         if override.startswith("+") and not override.lstrip("+").startswith("callbacks."):
             raise InputError(f"{override}: there is no such setting; those that there are stand in conf/")
+    variant = HydraConfig.get().runtime.choices.get("variant")
+    if variant and cfg.model.name != "ented":
+        raise InputError(f"variant={variant} is one of model=ented, not of {cfg.model.name}")
     if "missing=zeros" in overrides_given() and "missing" not in cfg.model:
         raise InputError(f"missing=zeros: model={cfg.model.name} takes masked only")
     if cfg.protocol.name == "validation" and not cfg.protocol.held_out:
-        raise InputError("protocol.held_out=0: protocol=validation tests what it holds out")
+        raise InputError("protocol.held_out=0: protocol=validation tests what it holds out; give a share above 0")
     if several(cfg.lr) and not cfg.protocol.held_out:
         raise InputError(
             f"lr={cfg.lr}: only protocol=holdout and validation choose one of several, by held-out training entries"

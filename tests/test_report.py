@@ -102,6 +102,21 @@ def test_variants_are_told_apart(report, tmp_path):
     assert report(tmp_path / "all.csv") == (0, out, "")
     (tmp_path / "nothing").mkdir()
     assert "no folder in" in report(tmp_path / "nothing", "--variants")[2]
+    assert "is no folder of folders" in report(tmp_path / "all.csv", "--variants")[2]
+    published = tmp_path / "paper.csv"
+    published.write_text("dataset,method,rank,metric,mean,std\n")
+    assert "leave --variants out" in report(tmp_path, "--variants", "--compare", published)[2]
+    assert "--rivals goes with --compare" in report(tmp_path / "all.csv", "--rivals", published)[2]
+
+
+def test_runs_of_validation_are_not_compared_with_published_ones(report, tmp_path):
+    run = write_run(tmp_path, "ems", 0, {"rmse": 0.3, "rmse_plugin": 0.3})
+    metrics = json.loads((run / "metrics.json").read_text())
+    (run / "metrics.json").write_text(json.dumps({**metrics, "protocol": "validation"}))
+    published = tmp_path / "paper.csv"
+    published.write_text("dataset,method,rank,metric,mean,std\n")
+    code, out, err = report(tmp_path, "--compare", published)
+    assert code == 1 and not out and "protocol=validation" in err and err.count("\n") == 1
 
 
 def test_runs_with_both_settings_of_missing_are_not_averaged(report, tmp_path):
@@ -118,7 +133,7 @@ def test_runs_with_both_settings_of_missing_are_not_averaged(report, tmp_path):
 
 def test_one_run_in_two_places_is_refused(report, tmp_path):
     first, second = (write_run(tmp_path / name, "ems", 0, {"rmse": 0.3}) for name in ("a", "b"))
-    message = f"error: {first} and {second} hold the same run: name a folder that has one of them\n"
+    message = f"error: {first} and {second} hold the same run: name a folder that has one of them, or --variants\n"
     assert report(tmp_path) == (1, "", message)
 
 

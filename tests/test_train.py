@@ -421,8 +421,10 @@ def test_the_smallest_count_is_that_of_all_training_entries(command, tiny):
 
 def test_what_only_ented_has_is_no_setting_of_another_method(command, tiny):
     assert command(*binary(tiny), "fold=0", "model=main_effects")[0] == 0
-    code, _, err = command(*binary(tiny), "fold=0", "model=main_effects", "variant=components_1")
+    code, _, err = command(*binary(tiny), "fold=0", "model=main_effects", "protocol.ented.components=1")
     assert code == 0, err
+    code, _, err = command(*binary(tiny), "fold=0", "model=main_effects", "variant=components_1")
+    assert code == 1 and err == "error: variant=components_1 is one of model=ented, not of main_effects\n"
 
 
 def test_validation_needs_held_out_entries(command, tiny):

@@ -507,6 +507,7 @@ def test_a_mixture_predicts_with_the_moments_of_its_components(kind):
 
     means = torch.stack([log_mean(predictive) for predictive in of_components])
     variances = torch.stack([predictive.f_variance for predictive in of_components])
+    torch.testing.assert_close(latent.mean, torch.stack([predictive.mean for predictive in of_components]).mean(0))
     torch.testing.assert_close(log_mean(latent), means.mean(0))
     torch.testing.assert_close(latent.f_variance, variances.mean(0) + means.var(0, correction=0))
     if kind == "count":

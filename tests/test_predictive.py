@@ -8,7 +8,7 @@ from scipy.special import expit
 from test_likelihoods import NB, ZETA, both, expectation, gaussian, log_pmf, predictive, tensor, values_of
 
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.predictive import LatentGaussian
+from ented.predictive import LatentGaussian, LatentMixture
 
 
 def brute_force_cdf(mean, variance, below):
@@ -180,3 +180,81 @@ def test_the_relative_median_has_the_smallest_relative_error(mean, variance, zet
     losses = [(p * abs(x - a) / (x + 1)).sum() for a in range(400)]
     latent = LatentGaussian(NegativeBinomial(zeta, smallest), tensor(mean), tensor(variance))
     assert losses[int(latent.relative_median.item())] <= 1.01 * min(losses)
+
+
+# mixtures: three Gaussians, far apart, next to each other, and one of them known
+
+MIXTURES = pytest.mark.parametrize(
+    "components",
+    [[(-2.0, 0.1), (1.5, 0.3), (0.0, 0.5)], [(0.4, 0.2), (0.5, 0.2), (0.6, 0.1)], [(0.3, 0.0), (-1.0, 0.5)]],
+)
+
+
+def mixture(likelihood, components) -> LatentMixture:
+    means, variances = torch.tensor(components, dtype=torch.float64).T
+    return LatentMixture(likelihood, means[:, None], variances[:, None])
+
+
+def pmf(components, below):
+    """P(x = k) of counts for k = 0, 1, ..., below - 1."""
+    k = np.arange(below)[:, None]
+    of_components = [expectation(lambda f: stats.nbinom.pmf(k, ZETA, expit(-f)), *each) for each in components]
+    return np.mean(of_components, 0)
+
+
+@MIXTURES
+def test_a_mixture_of_counts_is_the_average_of_its_distributions(components):
+    latent, p, k = mixture(NB, components), pmf(components, 6000), np.arange(6000)
+    assert p.sum() == pytest.approx(1)
+    mean = (p * k).sum()
+    assert latent.mean.item() == pytest.approx(mean)
+    assert latent.variance.item() == pytest.approx((p * k**2).sum() - mean**2)
+    for x in (0, 7, 60):
+        assert latent.log_prob(tensor(x)).item() == pytest.approx(np.log(p[x]))
+    for q in (0.05, 0.3, 0.5, 0.95):
+        assert latent.quantile(q).item() == (p.cumsum() < q - 1e-9).sum()
+    losses = [(p * abs(k - a) / (k + 1)).sum() for a in range(200)]
+    assert losses[int(latent.relative_median.item())] <= 1.01 * min(losses)
+
+
+@MIXTURES
+def test_a_mixture_of_probabilities_is_the_average_of_its_distributions(components):
+    latent = mixture(Bernoulli(), components)
+    p = np.mean([expectation(expit, *each) for each in components])
+    assert latent.mean.item() == pytest.approx(p)
+    assert latent.variance.item() == pytest.approx(p * (1 - p))
+    assert latent.log_prob(tensor(1.0)).exp().item() == pytest.approx(p)
+    for q in (0.05, 0.3, 0.5, 0.95):
+        f = np.log(latent.quantile(q).item() / (1 - latent.quantile(q).item()))
+        below, at = (
+            np.mean([stats.norm.cdf(f + step, mean, max(variance, 1e-30) ** 0.5) for mean, variance in components])
+            for step in (-1e-6, 1e-6)
+        )
+        assert below <= q <= at
+
+
+@MIXTURES
+def test_draws_of_a_mixture_and_its_moments(components):
+    torch.manual_seed(0)
+    latent, draws = mixture(NB, components), 100_000
+    x = latent.sample(draws)
+    assert x.shape == (draws, 1)
+    for value in (0, 5, 20):
+        p = pmf(components, 60)[value]
+        assert (x == value).double().mean().item() == pytest.approx(p, abs=4 * np.sqrt(p * (1 - p) / draws))
+    means, variances = np.array(components).T
+    assert latent.f_mean.item() == pytest.approx(means.mean())
+    assert latent.f_variance.item() == pytest.approx((variances + means**2).mean() - means.mean() ** 2)
+    assert latent.plugin().mean.item() == pytest.approx(ZETA * np.exp(means.mean()))
+
+
+def test_several_entries_of_a_mixture_are_those_of_each():
+    """With quantiles and medians from the same nodes and draws."""
+    means, variances = torch.randn(3, 5, dtype=torch.float64), torch.rand(3, 5, dtype=torch.float64)
+    for likelihood in (Bernoulli(), NB):
+        together = LatentMixture(likelihood, means, variances)
+        for s in range(5):
+            alone = LatentMixture(likelihood, means[:, s : s + 1], variances[:, s : s + 1])
+            for name in ("mean", "variance", "relative_median"):
+                assert getattr(together, name)[s].item() == pytest.approx(getattr(alone, name).item())
+            assert together.quantile(0.3)[s].item() == pytest.approx(alone.quantile(0.3).item())

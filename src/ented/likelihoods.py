@@ -111,21 +111,21 @@ class PolyaGamma(nn.Module):
         """log p(x | f): the bound at c = |f|, where it is tight. Differentiable in f, also at f = 0."""
         return self.chi(x) * f - self.b(x) * log_two_cosh(f) + self.log_h(x)
 
-    def mean(self, f_mean: Float[Tensor, "S"], f_variance: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
+    def mean(self, f_mean: Float[Tensor, "... S"], f_variance: Float[Tensor, "... S"]) -> Float[Tensor, "... S"]:
         """E[x] for f ~ N(f_mean, f_variance)."""
         raise NotImplementedError
 
-    def variance(self, f_mean: Float[Tensor, "S"], f_variance: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
+    def variance(self, f_mean: Float[Tensor, "... S"], f_variance: Float[Tensor, "... S"]) -> Float[Tensor, "... S"]:
         """Var[x] for f ~ N(f_mean, f_variance)."""
         raise NotImplementedError
 
-    def quantile(self, q: float, f_mean: Float[Tensor, "S"], f_variance: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
-        """See `LatentGaussian.quantile`; 0 < q < 1."""
+    def quantile(self, q: float, f_mean: Float[Tensor, "C S"], f_variance: Float[Tensor, "C S"]) -> Float[Tensor, "S"]:
+        """See `LatentMixture.quantile`; 0 < q < 1."""
         raise NotImplementedError
 
-    def relative_median(self, f_mean: Float[Tensor, "S"], f_variance: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
-        """See `Predictive.relative_median`; of counts from draws, with the same uniform numbers for each entry."""
-        return self.mean(f_mean, f_variance)
+    def relative_median(self, f_mean: Float[Tensor, "C S"], f_variance: Float[Tensor, "C S"]) -> Float[Tensor, "S"]:
+        """See `Predictive.relative_median`; of counts from draws, with the same uniform numbers for each Gaussian."""
+        return self.mean(f_mean, f_variance).mean(0)
 
     def sample(self, f: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """One x for each f."""
@@ -183,9 +183,14 @@ class Bernoulli(PolyaGamma):
         return p * (1 - p)
 
     def quantile(self, q, f_mean, f_variance):
-        # of the probability: monotone in f
-        z = torch.special.ndtri(torch.tensor(q, dtype=f_mean.dtype))
-        return torch.sigmoid(f_mean + z * f_variance.sqrt())
+        # of the probability: monotone in f; that of a mixture lies between those of its components
+        of_components = f_mean + torch.special.ndtri(torch.tensor(q, dtype=f_mean.dtype)) * f_variance.sqrt()
+        low, high = of_components.aminmax(dim=0)
+        for _ in range(60):
+            middle = (low + high) / 2
+            below = torch.special.ndtr((middle - f_mean) / f_variance.sqrt()).mean(0) < q
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return torch.sigmoid(high)
 
     def sample(self, f):
         return torch.bernoulli(torch.sigmoid(f))
@@ -280,17 +285,19 @@ class NegativeBinomial(PolyaGamma):
     def quantile(self, q, f_mean, f_variance):
         device, f_mean, f_variance = f_mean.device, f_mean.cpu(), f_variance.cpu()  # SciPy's part
         nodes, log_weights = normal_grid(f_variance, self.width)
-        weights = log_weights.exp().numpy()
-        failure = torch.sigmoid(-(f_mean[..., None] + f_variance.sqrt()[..., None] * nodes)).numpy()
+        f = f_mean[..., None] + f_variance.sqrt()[..., None] * nodes
+        # the nodes of all components side by side
+        failure = torch.sigmoid(-f).movedim(0, 1).flatten(1).numpy()
+        weights = (log_weights.exp() / len(f)).repeat(len(f)).numpy()
 
         def excess(k, entry):
             # P(y <= k) - q, continued to real k by the regularised incomplete beta function
             return betainc(self.zeta, k[..., None] + 1, failure[entry.astype(int)]) @ weights - q
 
-        entry, zero = np.arange(len(f_mean)), np.zeros(len(f_mean))
-        # Cantelli's inequality: the quantile lies below mean + sd sqrt(q / (1 - q))
+        entry, zero = np.arange(len(failure)), np.zeros(len(failure))
+        # Cantelli's inequality: the quantile of a component lies below mean + sd sqrt(q / (1 - q))
         spread = (self.variance(f_mean, f_variance) * (q / (1 - q))).sqrt()
-        upper = (self.mean(f_mean, f_variance) + spread).numpy() + 1
+        upper = (self.mean(f_mean, f_variance) + spread).amax(0).numpy() + 1
         root = elementwise.find_root(excess, (zero, upper), args=(entry,)).x
         # find_root stops within rounding of a root that is an integer
         y = np.where(excess(zero, entry) >= 0, 0, np.ceil(root - 1e-6))
@@ -300,8 +307,9 @@ class NegativeBinomial(PolyaGamma):
         uniform = SobolEngine(3, scramble=True, seed=0).draw(SAMPLES, dtype=torch.float64).clamp(1e-9, 1 - 1e-9)
         u, v, w = uniform.split(1, 1)
         # x is Poisson with a rate that is Gamma distributed
-        f = f_mean.cpu() + f_variance.cpu().sqrt() * torch.special.ndtri(u)
-        rate, w = gammaincinv(self.zeta, v.numpy()) * f.exp().numpy(), w.numpy()
+        f = f_mean.cpu()[:, None] + f_variance.cpu().sqrt()[:, None] * torch.special.ndtri(u)  # (C, SAMPLES, S)
+        rate = (gammaincinv(self.zeta, v.numpy()) * f.exp().numpy()).reshape(-1, f.shape[-1])
+        w = w.repeat(len(f), 1).numpy()
         y = np.where(pdtr(0, rate) >= w, 0, np.ceil(pdtrik(w, rate)))
         x = self.smallest + torch.from_numpy(np.sort(y, 0))
         weight = (1 / (x + 1)).cumsum(0)

@@ -16,8 +16,7 @@ where -KL(q(Z) | p(Z)) takes the place of log p(Z), and a draw of Z that of an e
 
 The posterior has many modes, and a Gaussian finds one of them. A mixture of C models of equal weight has several, each
 with parameters of its own, from initial values of its own; the mean of their bounds is a bound, since KL is convex.
-These components are a leading dimension of every tensor but the entries'. A prediction takes the mean and the variance
-of f over all components for those of one Gaussian.
+These components are a leading dimension of every tensor but the entries'. A prediction is the mixture of theirs.
 """
 
 import copy
@@ -32,7 +31,7 @@ from ented.factors import FactorTable
 from ented.inducing import Features, InducingBlocks
 from ented.kernels import RBF
 from ented.likelihoods import PolyaGamma
-from ented.predictive import LatentGaussian
+from ented.predictive import LatentMixture
 from ented.tensor import InputError
 from ented.variational import GaussianBlocks
 
@@ -159,24 +158,24 @@ class ENTED(FactorProcess):
         """o at each entry, and the likelihood's offset."""
         return features.draw.mean + self.likelihood.offset
 
-    def predictive(self, indices: Int[Tensor, "S D"]) -> LatentGaussian:
+    def predictive(self, indices: Int[Tensor, "S D"]) -> LatentMixture:
         """Predictive distribution of the entries at `indices`."""
-        return LatentGaussian(self.likelihood.known(), *self.posterior(indices))
+        return LatentMixture(self.likelihood.known(), *self.posterior(indices))
 
     @torch.no_grad()
-    def posterior(self, indices: Int[Tensor, "... S D"]) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
-        """Mean and variance of f at `indices`, over u, draws of Z and the components of a mixture, in float64."""
+    def posterior(self, indices: Int[Tensor, "... S D"]) -> tuple[Float[Tensor, "... C S"], Float[Tensor, "... C S"]]:
+        """Mean and variance of f at `indices`, over u and draws of Z, of each component of a mixture, in float64."""
         if self.is_mixture:
             indices = indices.unsqueeze(-3)
         draws = self.table.prediction_noise(DRAWS)
         moments = [self.moments(self.features(indices, noise, new=True))[:2] for noise in draws]
         means, variances = map(torch.stack, zip(*moments, strict=True))
-        if self.is_mixture:
-            if self.likelihood.learned:  # each has its own zeta: to the f that goes with the one of `known`
-                means = means + (self.likelihood.offset.mean(-2, keepdim=True) - self.likelihood.offset)
-            means, variances = (moment.movedim(-2, 0).flatten(0, 1) for moment in (means, variances))
-        variance = variances.mean(0) + means.var(0, correction=0)
-        return means.mean(0).double(), variance.double()
+        mean, variance = means.mean(0), variances.mean(0) + means.var(0, correction=0)
+        if not self.is_mixture:
+            mean, variance = mean.unsqueeze(-2), variance.unsqueeze(-2)
+        elif self.likelihood.learned:  # each has its own zeta: to the f that goes with the one of `known`
+            mean = mean + (self.likelihood.offset.mean(-2, keepdim=True) - self.likelihood.offset)
+        return mean.double(), variance.double()
 
     def elbo(
         self,

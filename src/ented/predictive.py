@@ -1,7 +1,8 @@
 """What every method answers to `predictive(indices)`: the distribution of some entries, or a number for each."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import log
 
 import torch
 from jaxtyping import Float
@@ -77,21 +78,30 @@ class Point(Predictive):
 
 
 @dataclass
-class LatentGaussian(Predictive):
-    """x ~ p(x | f) with f ~ N(f_mean, f_variance), in float64. A variance of 0 is a known f."""
+class LatentMixture(Predictive):
+    """x ~ p(x | f) where f has one of C Gaussians as its distribution, each as likely, in float64."""
 
     likelihood: PolyaGamma
-    f_mean: Float[Tensor, "S"]
-    f_variance: Float[Tensor, "S"]
+    means: Float[Tensor, "C S"]
+    variances: Float[Tensor, "C S"]
+
+    @property
+    def f_mean(self) -> Float[Tensor, "S"]:
+        return self.means.mean(0)
+
+    @property
+    def f_variance(self) -> Float[Tensor, "S"]:
+        return self.variances.mean(0) + self.means.var(0, correction=0)
 
     @property
     def mean(self) -> Float[Tensor, "S"]:
-        return self.likelihood.mean(self.f_mean, self.f_variance)
+        return self.likelihood.mean(self.means, self.variances).mean(0)
 
     @property
     def variance(self) -> Float[Tensor, "S"]:
         """Variance of the value, from f and from p(x | f) together."""
-        return self.likelihood.variance(self.f_mean, self.f_variance)
+        means = self.likelihood.mean(self.means, self.variances)
+        return self.likelihood.variance(self.means, self.variances).mean(0) + means.var(0, correction=0)
 
     def log_prob(self, values: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
         """log E_f[p(x | f)], by quadrature."""
@@ -99,24 +109,27 @@ class LatentGaussian(Predictive):
         def log_prob(f):
             return self.likelihood.log_prob(values[..., None], f)
 
-        return log_expectation(log_prob, self.f_mean, self.f_variance, self.likelihood.width)
+        of_components = log_expectation(log_prob, self.means, self.variances, self.likelihood.width)
+        return of_components.logsumexp(0) - log(len(self.means))
 
     def quantile(self, q: float) -> Float[Tensor, "S"]:
         """The smallest count k with P(x <= k) >= q; for binary entries the q-quantile of the probability."""
-        return self.likelihood.quantile(q, self.f_mean, self.f_variance)
+        return self.likelihood.quantile(q, self.means, self.variances)
 
     def sample(self, n: int) -> Float[Tensor, "n S"]:
         """n independent draws of every entry."""
-        noise = torch.randn(n, *self.f_mean.shape, dtype=self.f_mean.dtype, device=self.f_mean.device)
-        return self.likelihood.sample(self.f_mean + self.f_variance.sqrt() * noise)
+        components, entries = self.means.shape
+        chosen = torch.randint(components, (n, entries), device=self.means.device)
+        mean, variance = self.means.gather(0, chosen), self.variances.gather(0, chosen)
+        return self.likelihood.sample(mean + variance.sqrt() * torch.randn_like(mean))
 
     @property
     def relative_median(self) -> Float[Tensor, "S"]:
-        return self.likelihood.relative_median(self.f_mean, self.f_variance)
+        return self.likelihood.relative_median(self.means, self.variances)
 
     def plugin(self) -> "LatentGaussian":
         """f fixed at its mean, p(x | f = f_mean): what the paper's tables hold."""
-        return replace(self, f_variance=torch.zeros_like(self.f_variance))
+        return LatentGaussian(self.likelihood, self.f_mean, torch.zeros_like(self.f_mean))
 
     def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
         """Also the standard deviation, the 5% and 95% quantiles, and the posterior of f."""
@@ -129,3 +142,10 @@ class LatentGaussian(Predictive):
             "f_mean": self.f_mean,
             "f_std": self.f_variance.sqrt(),
         }
+
+
+class LatentGaussian(LatentMixture):
+    """The same with one Gaussian, whose mean and variance are (S,). A variance of 0 is a known f."""
+
+    def __init__(self, likelihood: PolyaGamma, f_mean: Float[Tensor, "S"], f_variance: Float[Tensor, "S"]):
+        super().__init__(likelihood, f_mean[None], f_variance[None])

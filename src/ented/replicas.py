@@ -18,7 +18,7 @@ from ented.adam import ReplicaAdam
 from ented.datamodule import COODataModule, generator
 from ented.gaussian_process import ENTEDModule, check_numbers, warn_of_many_points
 from ented.model import stack
-from ented.predictive import LatentGaussian
+from ented.predictive import LatentMixture
 from ented.recorder import History
 from ented.tensor import COOTensor, InputError
 
@@ -192,7 +192,7 @@ class ReplicasModule(L.LightningModule):
         for i, present in enumerate((scale > 0).sum(-1).tolist()):
             if present:
                 likelihood = self.model.likelihood.known(i)
-                latent = LatentGaussian(likelihood, means[i, :present], variances[i, :present])
+                latent = LatentMixture(likelihood, means[i, :, :present], variances[i, :, :present])
                 self.metrics[i].update(latent, values[i, :present], mape=False)
 
     def on_validation_start(self) -> None:

@@ -13,7 +13,7 @@ as for counts far above zeta, and then the posterior variances are too small. Th
 theta becomes -E[d^2 log p / df^2] (conjugate-computation variational inference, Khan and Lin 2017).
 """
 
-from math import lgamma, log
+from math import ceil, lgamma, log
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from ented.tensor import InputError
 
 LARGEST_ZETA = 1e5  # from there on it is a Poisson distribution, and predictions would need many nodes
 NODES = 12  # of the Gauss-Hermite rule for E[log p(x | f)]
-SAMPLES = 256  # quasi-random draws of an entry, for a median
+SAMPLES = 256  # quasi-random draws of an entry, of all components together, for a median
 
 
 class PolyaGamma(nn.Module):
@@ -304,10 +304,11 @@ class NegativeBinomial(PolyaGamma):
         return torch.from_numpy(self.smallest + y).to(device)
 
     def relative_median(self, f_mean, f_variance):
-        uniform = SobolEngine(3, scramble=True, seed=0).draw(SAMPLES, dtype=torch.float64).clamp(1e-9, 1 - 1e-9)
+        draws = ceil(SAMPLES / len(f_mean))
+        uniform = SobolEngine(3, scramble=True, seed=0).draw(draws, dtype=torch.float64).clamp(1e-9, 1 - 1e-9)
         u, v, w = uniform.split(1, 1)
         # x is Poisson with a rate that is Gamma distributed
-        f = f_mean.cpu()[:, None] + f_variance.cpu().sqrt()[:, None] * torch.special.ndtri(u)  # (C, SAMPLES, S)
+        f = f_mean.cpu()[:, None] + f_variance.cpu().sqrt()[:, None] * torch.special.ndtri(u)  # (C, draws, S)
         rate = (gammaincinv(self.zeta, v.numpy()) * f.exp().numpy()).reshape(-1, f.shape[-1])
         w = w.repeat(len(f), 1).numpy()
         y = np.where(pdtr(0, rate) >= w, 0, np.ceil(pdtrik(w, rate)))

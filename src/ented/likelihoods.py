@@ -285,6 +285,8 @@ class NegativeBinomial(PolyaGamma):
     def quantile(self, q, f_mean, f_variance):
         device, f_mean, f_variance = f_mean.device, f_mean.cpu(), f_variance.cpu()  # SciPy's part
         nodes, log_weights = normal_grid(f_variance, self.width)
+        kept = log_weights > -32  # the others have less than 1e-11 together
+        nodes, log_weights = nodes[kept], log_weights[kept]
         f = f_mean[..., None] + f_variance.sqrt()[..., None] * nodes
         # the nodes of all components side by side
         failure = torch.sigmoid(-f).movedim(0, 1).flatten(1).numpy()

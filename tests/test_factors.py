@@ -153,8 +153,5 @@ def test_leading_dimensions_equal_a_loop(float64, std, mean, new):
 def test_the_noise_of_predictions_is_standard_normal(float64):
     noise = torch.stack(FactorTable(SHAPE, RANK, 1.0, 0.1).prediction_noise(1024))
     assert noise.mean(0).abs().max() < 0.02 and (noise.std(0) - 1).abs().max() < 0.02
-    of_mixture = torch.stack(FactorTable(SHAPE, RANK, 1.0, 0.1).prediction_noise(1024, 4))
-    assert of_mixture.shape == (256, 4, 1, len(SHAPE), RANK)
-    torch.testing.assert_close(of_mixture.flatten(0, 2), noise)
     again = torch.stack(FactorTable(SHAPE, RANK, 1.0, 0.1).prediction_noise(1024))
     assert torch.equal(noise, again)

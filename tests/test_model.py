@@ -499,10 +499,6 @@ def test_a_mixture_predicts_with_the_moments_of_its_components(kind):
     """Of the log odds, or of the logarithm of the mean count, whatever each component's shape is."""
     models, together = make_components(kind)
     indices, _ = make_entries(kind)
-    draws = together.table.prediction_noise(32, 3)
-    for i, model in enumerate(models):  # each with its part of the draws
-        noise = [draw[i, 0] for draw in draws]
-        model.table.prediction_noise = lambda *_, noise=noise: noise
     of_components = [model.predictive(indices) for model in models]
     latent = together.predictive(indices)
 

@@ -19,7 +19,7 @@ A minibatch draws z = mean + std * noise anew for each of its entries, so that t
 
 from dataclasses import dataclass
 from itertools import accumulate
-from math import ceil, log, pi, prod
+from math import log, pi, prod
 from typing import Literal
 
 import torch
@@ -162,18 +162,14 @@ class FactorTable(nn.Module):
             variance = (tau * values[..., -1].exp()).square().sum(-1)
         return Draw(rows, z.flatten(-2), mean, variance, values, deviation, log_degrees)
 
-    def prediction_noise(self, draws: int, components: int = 1) -> list[Float[Tensor, "... D R"] | None]:
-        """For draws that stand for the posterior, always the same: quantiles at the points of a Sobol sequence.
-
-        The components of a mixture share them out among each other; each noise is then (components, 1, D, R).
-        """
+    def prediction_noise(self, draws: int) -> list[Float[Tensor, "D R"] | None]:
+        """For draws that stand for the posterior, always the same: quantiles at the points of a Sobol sequence."""
         if not self.variational:
             return [None]
-        inputs, each = len(self.shape) * self.rank, ceil(draws / components)
-        uniform = SobolEngine(inputs, scramble=True, seed=0).draw(each * components, dtype=torch.float64)
+        inputs = len(self.shape) * self.rank
+        uniform = SobolEngine(inputs, scramble=True, seed=0).draw(draws, dtype=torch.float64)
         noise = torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9)).to(self.Z)
-        leading = (components, 1) if components > 1 else ()
-        return [*noise.view(each, *leading, len(self.shape), self.rank)]
+        return [*noise.unflatten(-1, (len(self.shape), self.rank))]
 
     def gradients(
         self,

@@ -35,7 +35,7 @@ from ented.predictive import LatentMixture
 from ented.tensor import InputError
 from ented.variational import GaussianBlocks
 
-DRAWS = 32  # of factors that have a posterior, for a prediction, by all components together
+DRAWS = 32  # of factors that have a posterior, for a prediction
 SPREAD = 0.2  # inducing inputs start this share of their own initial spread away from the factors of entries
 
 
@@ -145,10 +145,6 @@ class ENTED(FactorProcess):
         self.is_mixture = False  # whether the last leading dimension is that of components, see `mixture`
         self.has_mean = table.constant is not None or likelihood.learned
 
-    @property
-    def components(self) -> int:
-        return self.table.Z.shape[-3] if self.is_mixture else 1
-
     def moments(
         self, features: Features
     ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"], Float[Tensor, "... S P"]]:
@@ -169,8 +165,9 @@ class ENTED(FactorProcess):
     @torch.no_grad()
     def posterior(self, indices: Int[Tensor, "... S D"]) -> tuple[Float[Tensor, "... C S"], Float[Tensor, "... C S"]]:
         """Mean and variance of f at `indices`, over u and draws of Z, of each component of a mixture, in float64."""
-        indices = indices.unsqueeze(-3) if self.is_mixture else indices
-        draws = self.table.prediction_noise(DRAWS, self.components)
+        if self.is_mixture:
+            indices = indices.unsqueeze(-3)
+        draws = self.table.prediction_noise(DRAWS)
         moments = [self.moments(self.features(indices, noise, new=True))[:2] for noise in draws]
         means, variances = map(torch.stack, zip(*moments, strict=True))
         mean, variance = means.mean(0), variances.mean(0) + means.var(0, correction=0)

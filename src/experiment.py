@@ -95,7 +95,7 @@ class Run:
         self.train, self.test = dataset.load(fold)
         self.smallest = self.train.range[0]
         if cfg.protocol.name == "validation":
-            parts = COODataModule(self.train, self.test, 1, self.config["seed"], cfg.protocol.held_out)
+            parts = COODataModule(self.train, self.test, "all", self.config["seed"], cfg.protocol.held_out)
             self.train, self.test = parts.train, parts.validation
         self.batch_size, self.epochs = sizes_of(cfg, len(self.train))
         self.likelihood = self.new_likelihood()

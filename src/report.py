@@ -57,12 +57,13 @@ def collect(source: Path) -> pd.DataFrame:
 
 
 def collect_variants(source: Path) -> pd.DataFrame:
-    """The same of each folder in a folder, with the folder's name as `variant`."""
+    """The same of each folder in a folder that has a finished run, with the folder's name as `variant`."""
     if not source.is_dir():
         raise ValueError(f"--variants: {source} is no folder of folders")
-    parts = [collect(folder).assign(variant=folder.name) for folder in sorted(source.iterdir()) if folder.is_dir()]
-    if not parts:
-        raise ValueError(f"no folder in {source}")
+    folders = [folder for folder in sorted(source.iterdir()) if any(folder.rglob("metrics.json"))]
+    if not folders:
+        raise ValueError(f"no folder with a finished run in {source}")
+    parts = [collect(folder).assign(variant=folder.name) for folder in folders]
     return pd.concat(parts)
 
 

@@ -96,12 +96,13 @@ def test_variants_are_told_apart(report, tmp_path):
     for variant, value in {"default": 0.5, "other": 0.7}.items():
         for fold in range(2):
             write_run(tmp_path / variant, "ems", fold, {"rmse": value + fold})
+    (tmp_path / "unfinished").mkdir()
     code, out, err = report(tmp_path, "--variants", "--csv", tmp_path / "all.csv")
     assert code == 0, err
     assert "| default | 1.000 ± 0.707 |" in out and "| other | 1.200 ± 0.707 |" in out
     assert report(tmp_path / "all.csv") == (0, out, "")
     (tmp_path / "nothing").mkdir()
-    assert "no folder in" in report(tmp_path / "nothing", "--variants")[2]
+    assert "no folder with a finished run in" in report(tmp_path / "nothing", "--variants")[2]
     assert "is no folder of folders" in report(tmp_path / "all.csv", "--variants")[2]
     published = tmp_path / "paper.csv"
     published.write_text("dataset,method,rank,metric,mean,std\n")

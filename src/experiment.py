@@ -12,11 +12,11 @@ from typing import NamedTuple
 import lightning as L
 import torch
 from hydra.utils import get_class, instantiate
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ented.datamodule import COODataModule, batch_sizes
 from ented.datasets import Dataset, Stream
-from ented.distributed import from_first, is_distributed, is_first, processes, processes_of_node
+from ented.distributed import from_first, is_distributed, is_first, own_gpu, processes, processes_of_node
 from ented.gaussian_process import ENTEDModule, GaussianProcessModule, SummedStrategy
 from ented.lightning import SweepModule
 from ented.likelihoods import PolyaGamma
@@ -27,6 +27,11 @@ from ented.tensor import InputError, TrainingEntries
 
 log = logging.getLogger("ented")
 STEPS = 6000  # of a fit with epochs=auto
+OmegaConf.register_new_resolver("devices", lambda: torch.cuda.device_count() or os.cpu_count(), replace=True)
+
+
+class RunsFailed(Exception):
+    """Some runs of a cell failed; what there is to say of it has been said."""
 
 
 class Fit(NamedTuple):
@@ -201,15 +206,20 @@ class Run:
         return "  ".join([title(self.cfg), self.about, *numbers, *spent])
 
 
-def complete(cfg: DictConfig, runs: list[Run]) -> list[Run]:
-    """Do what is missing of the runs, and return those; as replicas they are trained with those that are finished."""
-    missing = [run for run in runs if not run.result]
+def prepare(runs: list[Run]) -> None:
+    """Read the data, and make the folders of what is missing."""
     for run in runs:
         with run.folder.logging():
             run.load()
-    for run in missing:
-        with run.folder.logging():
-            from_first(lambda run=run: run.folder.open(run.train.fingerprint()))
+    for run in runs:
+        if not run.result:
+            with run.folder.logging():
+                from_first(lambda run=run: run.folder.open(run.train.fingerprint()))
+
+
+def complete(cfg: DictConfig, runs: list[Run]) -> None:
+    """Do what is missing of the runs; as replicas they are trained with those that are finished."""
+    missing = [run for run in runs if not run.result]
     if searches_first(cfg):
         search(cfg, runs, missing)
     fits = []
@@ -223,7 +233,6 @@ def complete(cfg: DictConfig, runs: list[Run]) -> list[Run]:
             if not run.result:
                 with run.folder.logging():
                     run.finish(fit, trainer)
-    return missing
 
 
 def search(cfg: DictConfig, runs: list[Run], missing: list[Run]) -> None:
@@ -256,7 +265,7 @@ def train_fits(cfg: DictConfig, logged: list[Run], fits: list[Fit], folder: Path
     trainer = L.Trainer(
         accelerator=accelerator(cfg),
         strategy=SummedStrategy() if is_distributed() else "auto",
-        devices=processes_of_node(),
+        devices=devices(cfg),
         num_nodes=processes() // processes_of_node(),
         max_epochs=max(history.epochs for history in histories),
         logger=logger,
@@ -296,6 +305,13 @@ def accelerator(cfg: DictConfig) -> str:
     if cfg.trainer.accelerator == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return cfg.trainer.accelerator
+
+
+def devices(cfg: DictConfig) -> int | list[int]:
+    """How many devices of this machine a fit has, or which: each of a grid's jobs takes one GPU for itself."""
+    if accelerator(cfg) == "cuda" and not is_distributed():
+        return [own_gpu(torch.cuda.device_count())]
+    return processes_of_node()
 
 
 def sizes_of(cfg: DictConfig, entries: int) -> tuple[int | str, int]:

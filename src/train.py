@@ -14,13 +14,16 @@ import shlex
 import shutil
 import signal
 import sys
+import traceback
 import warnings
+from concurrent.futures.process import BrokenProcessPool
 
 import hydra
 import pandas as pd
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -33,27 +36,28 @@ from ented.predictive import Predictive
 from ented.runs import OF_SOME_MODELS, PLACES, clear, write_summary
 from ented.settings import check
 from ented.tensor import InputError
-from experiment import Run, accelerator, complete, parameters_in, replicas_folder, several, title
+from experiment import Run, RunsFailed, accelerator, complete, parameters_in, prepare, replicas_folder, several, title
 
 log = logging.getLogger("ented")
 LARGE = 10**6  # entries or rows, from where on the additive model can take longer than the method
+HYDRAS = HydraException, OmegaConfBaseException  # what these raise is about the command line or the configuration
 FULL_ERROR = bool(os.environ.get("HYDRA_FULL_ERROR"))  # the user asks for tracebacks
-failed = False
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> None:
-    global failed
+    be_quiet()
     try:
         train(cfg)
-    except (InputError, HydraException, OmegaConfBaseException) as error:
+    except (RunsFailed, InputError, *HYDRAS) as error:
         if FULL_ERROR:
             raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's processes all find the same
-            print(f"error: {one_line(error)}", file=sys.stderr)  # the other cells of a grid go on
-        if processes() > 1:  # but not without this process
+        # torchrun's processes all find the same
+        if not isinstance(error, RunsFailed) and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {one_line(error)}", file=sys.stderr)
+        if processes() > 1 or HydraConfig.get().mode == RunMode.RUN:
             sys.exit(1)
-        failed = True
+        raise RunsFailed from None  # which Hydra keeps until the other cells of the grid are done
 
 
 def train(cfg: DictConfig) -> None:
@@ -69,6 +73,8 @@ def train(cfg: DictConfig) -> None:
         if setting.split("=")[0] in OF_SOME_MODELS - set(cfg.model):
             log.warning("%s has no effect: model=%s has no such setting", setting, cfg.model.name)
     dataset: Dataset = instantiate(cfg.dataset.source)
+    if cfg.methods and cfg.model.name not in cfg.methods[dataset.kind]:
+        return
     if len(dataset.shape) < 2:
         raise InputError(f"dataset={cfg.dataset.name} has one mode: a decomposition needs two or more")
     folds = range(dataset.folds) if cfg.fold == "all" else [cfg.fold]
@@ -86,16 +92,36 @@ def train(cfg: DictConfig) -> None:
             from_first(lambda: clear([run.folder for run in runs]))
         for group in [runs] if cfg.replicas else [[run] for run in runs]:
             if not all(run.result for run in group):
-                for run in complete(cfg, group):
-                    compare(run)
+                run_together(cfg, group)
     finally:
         for run in runs:
             run.folder.unlock()
+    if not all(run.result for run in runs):
+        raise RunsFailed
     if is_first():
         shutil.rmtree(replicas_folder(runs), ignore_errors=True)
     if cfg.fold == "all":
         for seed in seeds:
             summarise(cfg, [run for run in runs if run.config["seed"] == seed])
+
+
+def run_together(cfg: DictConfig, runs: list[Run]) -> None:
+    """Do what is missing of the runs. Where that fails, their folders say why, and the next runs can go on."""
+    missing = [run for run in runs if not run.result]
+    prepare(runs)
+    try:
+        complete(cfg, runs)
+    except Exception as error:  # a mistake in the settings, memory that ran out, or an error in the code
+        for run in missing:
+            if not run.result:
+                run.folder.fail(one_line(error), traceback.format_exc())
+        if FULL_ERROR or processes() > 1:
+            raise
+        folders = ", ".join(str(run.folder.path) for run in missing if not run.result)
+        print(f"error: {one_line(error)} (error.txt in {folders})", file=sys.stderr)
+    for run in missing:
+        if run.result:
+            compare(run)
 
 
 def check_together(cfg: DictConfig) -> None:
@@ -201,7 +227,15 @@ def one_line(error: BaseException) -> str:
     mistake: BaseException | None = error
     while mistake is not None and not isinstance(mistake, InputError):
         mistake = mistake.__cause__  # Hydra wraps what an object that it makes raises
-    return " ".join(str(mistake or error).split())
+    text = " ".join(str(mistake or error).split())
+    return text if mistake or isinstance(error, HYDRAS) else f"{type(error).__name__}: {text}"
+
+
+def be_quiet() -> None:
+    """Leave the terminal to this project's own lines, in every process that has a part in a grid."""
+    logging.raiseExceptions = False  # no traceback where the output is a pipe that was closed
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning|torch._inductor|torch.utils.data")
 
 
 def stop(signum: int, _) -> None:
@@ -217,15 +251,20 @@ if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here instead of being printed with a traceback
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, stop)
-    logging.raiseExceptions = False  # no traceback where the output is a pipe that was closed
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning|torch._inductor|torch.utils.data")
+    path = [os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))  # where other processes find `experiment`
     try:
         main()
-    except (HydraException, OmegaConfBaseException) as error:
+    except RunsFailed:
+        sys.exit(1)
+    except BrokenProcessPool:  # of launcher=parallel
+        sys.exit(
+            "error: a process of the grid was killed, perhaps because memory ran out: give fewer jobs=; "
+            "what was finished stays, and the command goes on where this one was"
+        )
+    except HYDRAS as error:
         sys.exit(f"error: {one_line(error)}")
     except ValueError as error:
         if not str(error).startswith("Config group override"):  # Hydra's, for dataset=null
             raise
-        sys.exit(f"error: {one_line(error)}")
-    sys.exit(1 if failed else 0)
+        sys.exit(f"error: {error}")

@@ -1,10 +1,13 @@
-"""The report's tables, CSV and figure, from run folders made by hand."""
+"""The report's tables and figures, from run folders made by hand."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+import yaml
+from matplotlib.pyplot import imread
 from test_train import Command
 
 
@@ -13,11 +16,11 @@ def report(capfd) -> Command:
     return Command(capfd, Path(__file__).parent.parent / "src/report.py")
 
 
-def write_run(root: Path, dataset: str, fold: int, metrics: dict) -> Path:
-    run = root / dataset / f"ented/rank=3/fold={fold}/seed=0"
+def write_run(root: Path, dataset: str, fold: int, metrics: dict, model: str = "ented", seconds: float = 1.5) -> Path:
+    run = root / dataset / f"{model}/rank=3/fold={fold}/seed=0"
     run.mkdir(parents=True)
-    about = {"dataset": dataset, "model": "ented", "rank": 3, "fold": fold, "seed": 0, "protocol": "paper"}
-    spent = {"epochs": 5, "steps": 50, "train_seconds": 1.5, "missing": "masked", "command": "x", "version": "0.1.0"}
+    about = {"dataset": dataset, "model": model, "rank": 3, "fold": fold, "seed": 0, "protocol": "paper"}
+    spent = {"epochs": 5, "steps": 50, "train_seconds": seconds, "missing": "masked", "command": "x", "version": "1"}
     (run / "metrics.json").write_text(json.dumps({**about, "metrics": metrics, **spent}))
     return run
 
@@ -25,7 +28,7 @@ def write_run(root: Path, dataset: str, fold: int, metrics: dict) -> Path:
 def test_tables_and_csv(report, tmp_path):
     for fold, auc in enumerate([0.5, 0.7]):
         write_run(tmp_path, "digg", fold, {"auc": auc, "nll": 1.0, "nll_plugin": 2.0})
-    code, out, _ = report(tmp_path, "--csv", tmp_path / "all.csv")
+    code, out, _ = report(tmp_path, "--table", "--csv", tmp_path / "all.csv")
     assert code == 0
     # one table, for there are no counts; 0.141 is the sample deviation of 0.5 and 0.7
     assert out.splitlines() == [
@@ -40,7 +43,7 @@ def test_tables_and_csv(report, tmp_path):
 
 def test_a_method_without_likelihood_has_its_row(report, tmp_path):
     write_run(tmp_path, "ems", 0, {"rmse": 0.3, "mape": 0.4})
-    _, out, _ = report(tmp_path)
+    _, out, _ = report(tmp_path, "--table")
     assert out.splitlines()[-1] == "| ems | ented | 3 | paper | masked | 0.300 | 0.400 | – | – | – | – | 1 |"
 
 
@@ -100,7 +103,7 @@ def test_variants_are_told_apart(report, tmp_path):
     code, out, err = report(tmp_path, "--variants", "--csv", tmp_path / "all.csv")
     assert code == 0, err
     assert "| default | 1.000 ± 0.707 |" in out and "| other | 1.200 ± 0.707 |" in out
-    assert report(tmp_path / "all.csv") == (0, out, "")
+    assert report(tmp_path / "all.csv", "--table") == (0, out, "")
     (tmp_path / "nothing").mkdir()
     assert "no folder with a finished run in" in report(tmp_path / "nothing", "--variants")[2]
     assert "is no folder of folders" in report(tmp_path / "all.csv", "--variants")[2]
@@ -129,7 +132,7 @@ def test_runs_with_both_settings_of_missing_are_not_averaged(report, tmp_path):
     published.write_text("dataset,method,rank,metric,mean,std\n")
     code, _, err = report(tmp_path, "--compare", published)
     assert code == 1 and "both settings of missing" in err and err.count("\n") == 1
-    assert report(tmp_path)[1].count("| ems |") == 2
+    assert report(tmp_path, "--table")[1].count("| ems |") == 2
 
 
 def test_one_run_in_two_places_is_refused(report, tmp_path):
@@ -141,7 +144,132 @@ def test_one_run_in_two_places_is_refused(report, tmp_path):
 def test_a_metric_that_one_fold_does_not_have_has_no_mean(report, tmp_path):
     for fold, auc in enumerate([0.5, None]):
         write_run(tmp_path, "digg", fold, {"auc": auc, "nll": 1.0, "nll_plugin": 2.0})
-    assert "| – | 1.000 ± 0.000 | 2.000 ± 0.000 | 2 |" in report(tmp_path)[1]
+    assert "| – | 1.000 ± 0.000 | 2.000 ± 0.000 | 2 |" in report(tmp_path, "--table")[1]
+
+
+def fail_run(root: Path, dataset: str, fold: int, model: str) -> None:
+    run = root / dataset / f"{model}/rank=3/fold={fold}/seed=0"
+    run.mkdir(parents=True)
+    (run / "error.txt").write_text("RuntimeError: no room\n\nTraceback ...\n")
+    config = {"dataset": {"name": dataset}, "model": {"name": model, "rank": 3}, "fold": fold, "seed": 0}
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"protocol": {"name": "paper"}}))
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """Two folds of EMS: ENTED and gcp have both, one of bpcp's and all of ncpd's failed, and vbgcp has none."""
+    for fold in range(2):
+        for model, rmse, nll in [("ented", 0.30, 2.7), ("gcp", 0.32 + 0.02 * fold, 3.0), ("bpcp", 0.29, 2.9)]:
+            if (model, fold) != ("bpcp", 1):
+                plugin = {"rmse_plugin": rmse, "mape_plugin": 0.4, "nll_plugin": nll}
+                write_run(tmp_path / "runs", "ems", fold, plugin | {"rmse": 9.0}, model, seconds=fold + 1.0)
+        fail_run(tmp_path / "runs", "ems", fold, "ncpd")
+    fail_run(tmp_path / "runs", "ems", 1, "bpcp")
+    return tmp_path / "runs"
+
+
+def rows(file: Path) -> dict[str, list[str]]:
+    """The rows of a Markdown table by the method."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in file.read_text().splitlines()]
+    method = lines[0].index("method")
+    return {line[method]: line[method + 1 :] for line in [lines[0], *lines[2:]]}
+
+
+def test_the_papers_tables(report, runs, tmp_path):
+    """Ours, the paper's in brackets; failed, missing and incomplete cells are told apart, and the best is bold."""
+    code, out, err = report(runs, "--out", tmp_path / "report")
+    assert code == 0, err
+    assert out == f"{tmp_path / 'report/report.md'}: 5 finished runs, 3 failed ones\n"
+    table = rows(tmp_path / "report/paper/count.md")
+    assert table["method"] == ["RMSE, rank 3", "RMSE, rank 5", "RMSE, rank 10"] + [
+        f"MAPE, rank {rank}" for rank in (3, 5, 10)
+    ]
+    assert table["ENTED"][0] == "0.300 ± 0.000 [0.305 ± 0.049]"
+    # 0.33 is 8.1 published deviations below 0.728; 0.014 is the sample deviation of 0.32 and 0.34
+    assert table["GCP"][0] == "0.330 ± 0.014 + [0.728 ± 0.049]"
+    assert table["BPCP"][0] == "**0.290** + (1 of 2 folds, 1 failed) [0.722 ± 0.082]"
+    assert table["NCPD"][0] == "failed [0.835 ± 0.029]" and table["VBGCP"][0] == "– [0.345 ± 0.064]"
+    assert table["ENTED"][1] == "– [0.319 ± 0.056]" and "digg" not in (tmp_path / "report/report.md").read_text()
+    assert rows(tmp_path / "report/paper/count_nll.md")["ENTED"][0] == "**2.700 ± 0.000** + [2.950 ± 0.050]"
+    lines = (tmp_path / "report/paper/count_nll.tex").read_text().splitlines()
+    assert lines[0] == r"\begin{tabular}{lllll}" and lines[1] == r"\toprule" and lines[-2] == r"\bottomrule"
+    ented = r"ems & ENTED & \textbf{2.700 $\pm$ 0.000} $+$ [2.950 $\pm$ 0.050] & -- [2.970 $\pm$ 0.080] & "
+    assert ented + r"-- [2.910 $\pm$ 0.040] \\" in lines
+    failed = (tmp_path / "report/paper/failed.md").read_text()
+    assert failed.count("| RuntimeError: no room |") == 3
+
+
+def test_the_tables_beside(report, runs, tmp_path):
+    report(runs, "--out", tmp_path / "report")
+    # of two folds: differences 0.02 and 0.04, t = 0.03 / (0.01414 / sqrt 2) = 3, one degree of freedom: p = 0.205
+    paired = pd.read_csv(tmp_path / "report/paper/paired.csv").set_index(["metric", "method"])
+    assert paired.loc[("rmse", "GCP")][["difference", "p", "folds"]].tolist() == [0.03, "0.2", 2]
+    assert paired.loc[("rmse", "BPCP")][["difference", "p", "folds"]].tolist() == [-0.01, "–", 1]
+    ranks = rows(tmp_path / "report/paper/ranks.md")
+    assert ranks["method"] == ["MAPE, counts", "NLL, counts", "RMSE, counts"]
+    assert ranks["ENTED"] == ["2.0 (1)", "1.0 (1)", "2.0 (1)"] and ranks["BPCP"] == ["2.0 (1)", "2.0 (1)", "1.0 (1)"]
+    time = pd.read_csv(tmp_path / "report/paper/time.csv")
+    assert time.columns.tolist() == ["dataset", "rank", "GCP", "BPCP", "ENTED"]
+    assert time.iloc[0].tolist() == ["ems", 3, 1.5, 1.0, 1.5]
+
+
+def test_a_report_from_tables_of_numbers_is_the_same(report, runs, tmp_path):
+    report(runs, "--out", tmp_path / "runs-report", "--csv", tmp_path / "all.csv")
+    assert report(tmp_path / "all.csv", "--out", tmp_path / "csv-report")[0] == 0
+    files = sorted(file.relative_to(tmp_path / "runs-report") for file in (tmp_path / "runs-report").rglob("*.*"))
+    names = {"binary": 0, "count": 3, "count_nll": 3, "paired": 3, "ranks": 3, "time": 3, "failed": 3, "cells": 1}
+    assert {name: sum(file.stem == name for file in files) for name in names} == names
+    for file in files:
+        assert (tmp_path / "runs-report" / file).read_bytes() == (tmp_path / "csv-report" / file).read_bytes(), file
+    code, _, err = report(runs, tmp_path / "all.csv", "--out", tmp_path / "both")
+    assert code == 1 and "hold the same run" in err and err.count("\n") == 1
+
+
+def test_renewed_tables(report, runs, tmp_path):
+    text = tmp_path / "text.md"
+    comment = f"<!-- python src/report.py {runs} --table -->"
+    text.write_text(f"before\n{comment}\nold\n<!-- end -->\nbetween\n{comment}\n<!-- end -->\nafter\n")
+    _, table, _ = report(runs, "--table")
+    assert report("--renew", text) == (0, "", "")
+    once = f"{comment}\n{table}<!-- end -->\n"
+    assert text.read_text() == f"before\n{once}between\n{once}after\n"
+    text.write_text("nothing")
+    code, _, err = report("--renew", text)
+    assert code == 1 and "has no table to renew" in err
+
+
+def test_figures_of_the_report(report, tmp_path):
+    random = np.random.default_rng(0)
+    for fold in range(2):
+        for model in ("ented", "gcp"):
+            run = write_run(tmp_path / "convergence", "digg", fold, {"auc": 0.8}, model)
+            epochs = pd.DataFrame({"epoch": [1, 2, 3], "test_auc": random.uniform(0.5, 1, 3)})
+            epochs.to_csv(run / "epochs.csv", index=False)
+        for points in (8, 64):
+            write_run(tmp_path / f"inducing/{points}", "article", fold, {"rmse_plugin": 0.6})
+        run = write_run(tmp_path / "runs", "digg", fold, {"auc": 0.8, "nll_plugin": 0.5})
+        p = random.uniform(size=100)
+        test = pd.DataFrame({"value": random.uniform(size=100) < p, "mean": p, "lower": p, "upper": p})
+        test.to_csv(run / "predictions.csv", index=False)
+    sources = ["--convergence", tmp_path / "convergence", "--inducing", tmp_path / "inducing"]
+    out = tmp_path / "report"
+    code, _, err = report(tmp_path / "runs", "--out", out, *sources)
+    assert code == 0, err
+    for name in ("convergence", "inducing", "calibration"):
+        assert imread(out / f"{name}.png").std() > 0 and (out / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+    bins = pd.read_csv(out / "calibration.csv")
+    assert len(bins) == 20 and bins.entries.sum() == 200 and (bins.observed - bins.predicted).abs().mean() < 0.2
+    inducing = pd.read_csv(out / "inducing.csv")
+    assert inducing.variant.tolist() == [64, 64, 8, 8]
+    assert len(pd.read_csv(out / "convergence.csv")) == 12
+    # their CSVs make the same figures
+    again = ["--convergence", out / "convergence.csv", "--inducing", out / "inducing.csv"]
+    code, _, err = report(
+        tmp_path / "runs", "--out", tmp_path / "again", *again, "--calibration", out / "calibration.csv"
+    )
+    assert code == 0, err
+    for name in ("convergence", "inducing", "calibration"):
+        assert (out / f"{name}.png").read_bytes() == (tmp_path / "again" / f"{name}.png").read_bytes()
 
 
 def test_mistakes_end_with_one_line(report, tmp_path):
@@ -158,14 +286,14 @@ def test_mistakes_end_with_one_line(report, tmp_path):
     lost = write_run(tmp_path / "runs", "jhu", 0, {"rmse": 0.5})
     for arguments, message in [
         ([tmp_path / "empty"], "no finished run"),
-        ([tmp_path / "nowhere"], "nowhere: No such file"),
+        ([tmp_path / "nowhere", "--out", tmp_path / "report"], "nowhere: No such file"),
         ([tmp_path / "damaged"], "metrics.json has no 'dataset'"),
         ([tmp_path / "cut"], "cut/metrics.json is damaged"),
         ([tmp_path / "published.csv"], "published.csv has no column rank"),
         ([tmp_path / "runs", "--compare", tmp_path / "published.csv"], "published.csv has no column method"),
         ([tmp_path / "runs", "--compare", report.script], "report.py is not a CSV"),
         (["--figure", tmp_path / "x.png", "--run", lost], "lost its predictions.csv"),
-        ([tmp_path / "runs", "--csv", tmp_path / "nowhere/all.csv"], "nowhere"),
+        ([tmp_path / "runs", "--table", "--csv", tmp_path / "nowhere/all.csv"], "nowhere"),
         (["--figure", tmp_path / "x.png"], "--run"),
         (["--figure", tmp_path / "x.png", "--run", run], "binary"),
         (["--figure", tmp_path / "x.png", "--run", point], "without quantiles"),

@@ -1,9 +1,17 @@
-"""The processes of a fit: what torchrun says of them, what one of them does, and sums over all."""
+"""The processes of a fit: what torchrun says of them, what one of them does, and sums over all.
 
+And those of a grid, which share the GPUs of a machine.
+"""
+
+import itertools
 import os
+import tempfile
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ented.tensor import InputError
@@ -71,3 +79,20 @@ def all_reduce(*tensors: Tensor) -> tuple[Tensor, ...]:
     dist.all_reduce(flat)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return tuple(part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True))
+
+
+@cache
+def own_gpu(gpus: int) -> int:
+    """The GPU that the fewest other processes of this user have taken. It is this one's until it ends."""
+    for turn in itertools.count():
+        gpu = turn % gpus
+        lock = FileLock(Path(tempfile.gettempdir()) / f"ented-{os.getuid()}-gpu-{gpu}-{turn // gpus}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            continue
+        _taken.append(lock)
+        return gpu
+
+
+_taken: list[FileLock] = []  # a lock that nothing refers to is released

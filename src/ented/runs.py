@@ -9,6 +9,7 @@ epochs.csv       metrics of each epoch
 last.ckpt        state after the last epoch, or the state to resume from
 predictions.csv  predictive distribution of every test entry
 metrics.json     written last: a run that has it is finished
+error.txt        why it failed, and where in the code, until it is started again
 
 and, beside the folds, summary-seed=S.json has their mean and standard deviation.
 """
@@ -18,7 +19,7 @@ import logging
 import math
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -35,7 +36,7 @@ log = logging.getLogger("ented")
 
 # settings that change a run's numbers by no more than rounding
 PLACES = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "compile", "threads", "replicas"}
-PLACES |= {"logger", "trainer", "callbacks"}
+PLACES |= {"logger", "trainer", "callbacks", "methods", "launcher", "jobs"}
 # what stands at the top for the models that take it, and counts only there
 OF_SOME_MODELS = {"rank", "lr", "rho", "inducing", "missing", "compile"}
 IMMATERIAL = PLACES | OF_SOME_MODELS | {"training_entries"}
@@ -141,11 +142,17 @@ class RunFolder:
             file = logging.FileHandler(self.path / "train.log")
         except OSError as error:
             raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
+        (self.path / "error.txt").unlink(missing_ok=True)
         summary_file(self.config).unlink(missing_ok=True)  # one of its folds is about to change
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._lines.setTarget(file)
         self._lines.flush()
         self._lines.flushLevel = logging.NOTSET  # from here on line by line
+
+    def fail(self, reason: str, trace: str) -> None:
+        """Write error.txt: the reason in the first line, and below it where in the code that was."""
+        with suppress(OSError):  # of a full disk, say
+            write(self.path / "error.txt", f"{reason}\n\n{trace}")
 
     def write_predictions(self, modes: list[str], test: COOTensor, batches: list[dict[str, Tensor]]) -> None:
         """Write predictions.csv: a row for each test entry, in the order of the test set.
@@ -161,15 +168,8 @@ class RunFolder:
 
     def finish(self, metrics: dict[str, float], epochs: int, steps: int, train_seconds: float, command: str) -> dict:
         """Write metrics.json, which marks the run as finished, and return its content."""
-        config = self.config
         result = {
-            "dataset": config["dataset"]["name"],
-            "model": config["model"]["name"],
-            "rank": config["model"].get("rank"),
-            "fold": config["fold"],
-            "seed": config["seed"],
-            "protocol": config["protocol"]["name"],
-            "missing": config["model"].get("missing", "masked"),
+            **about(self.config),
             "metrics": {name: finite(value) for name, value in metrics.items()},
             "epochs": epochs,
             "steps": steps,
@@ -179,6 +179,19 @@ class RunFolder:
         }
         write(self.path / "metrics.json", json.dumps(result, indent=2) + "\n")
         return result
+
+
+def about(config: dict) -> dict[str, object]:
+    """What tells a run from the others in a table."""
+    return {
+        "dataset": config["dataset"]["name"],
+        "model": config["model"]["name"],
+        "rank": config["model"].get("rank"),
+        "fold": config["fold"],
+        "seed": config["seed"],
+        "protocol": config["protocol"]["name"],
+        "missing": config["model"].get("missing", "masked"),
+    }
 
 
 def clear(folders: list[RunFolder]) -> None:

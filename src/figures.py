@@ -1,0 +1,185 @@
+"""Figures of the numbers of runs, readable in grey: methods differ by the line's kind and the marker too."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+import yaml
+from hydra.utils import instantiate
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ented.runs import read_json
+from results import read_table
+from tables import DATASETS, METHODS, in_order
+
+STYLES = {
+    "ented": dict(color="black", linestyle="-", marker="o", linewidth=1.8),
+    "gptf_pg": dict(color="#0072b2", linestyle="--", marker="s"),
+    "gptf": dict(color="#d55e00", linestyle="-.", marker="^"),
+    "gcp": dict(color="#999999", linestyle="-", marker="v"),
+    "bcp": dict(color="#56b4e9", linestyle=":", marker="D"),
+    "sbtr": dict(color="#009e73", linestyle=(0, (5, 1)), marker="P"),
+    "costco": dict(color="#cc79a7", linestyle=(0, (3, 1, 1, 1)), marker="X"),
+}
+
+
+def save(figure: Figure, file: Path) -> None:
+    """In the format that the file's name ends with."""
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def convergence(epochs: pd.DataFrame) -> Figure:
+    """Test AUC against epoch: mean and standard deviation over folds. A fit that has ended keeps its last value."""
+    datasets = in_order(epochs.dataset, DATASETS)
+    figure, axes = panels(len(datasets))
+    for panel, dataset in zip(axes, datasets, strict=True):
+        part = epochs[epochs.dataset == dataset]
+        for model in in_order(part.model, METHODS):
+            runs = part[part.model == model].pivot(index="epoch", columns=["fold", "seed"], values="test_auc").ffill()
+            mean, std = runs.mean(axis=1), runs.std(axis=1).fillna(0)
+            marked = np.unique(np.geomspace(1, len(runs), 8).round().astype(int)) - 1
+            panel.plot(
+                runs.index, mean, label=METHODS.get(model, model), markevery=marked, markersize=4, **style(model)
+            )
+            panel.fill_between(runs.index, mean - std, mean + std, color=style(model)["color"], alpha=0.12, linewidth=0)
+        panel.set(xscale="log", xlabel="epoch", ylabel="AUC of the test entries", title=dataset)
+    axes[0].legend(fontsize=8, frameon=False)
+    return figure
+
+
+def inducing(numbers: pd.DataFrame) -> Figure:
+    """RMSE, and seconds of an epoch, against the number of inducing points, which is the column `variant`."""
+    numbers = numbers[numbers.metric == "rmse_plugin"].assign(points=numbers.variant.astype(int))
+    numbers = numbers.assign(epoch_seconds=numbers.seconds / numbers.epochs)
+    figure, (error, time) = panels(2)
+    for model in in_order(numbers.model, METHODS):
+        part = numbers[numbers.model == model].groupby("points")
+        options = dict(label=METHODS.get(model, model), markersize=5, **style(model))
+        error.errorbar(part.value.mean().index, part.value.mean(), part.value.std().fillna(0), capsize=2, **options)
+        time.plot(part.epoch_seconds.mean(), **options)
+    error.set(xscale="log", xlabel="inducing points", ylabel="relative RMSE (zeta exp(E f))")
+    time.set(xscale="log", yscale="log", xlabel="inducing points", ylabel="seconds of an epoch")
+    for panel in (error, time):
+        panel.set_xticks(points := sorted(numbers.points.unique()), map(str, points))
+        panel.minorticks_off()
+    error.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def calibration(bins: pd.DataFrame) -> Figure:
+    """Of binary entries, the share of ones; of counts, the share between the predicted 5% and 95% quantiles.
+
+    Of ENTED at the lowest rank, in bins with equally many test entries.
+    """
+    bins = bins[(bins.model == "ented") & (bins["rank"] == bins["rank"].min())]
+    kinds = in_order(bins.kind, ["binary", "count"])
+    figure, axes = panels(len(kinds))
+    for panel, kind in zip(axes, kinds, strict=True):
+        for i, dataset in enumerate(in_order(bins[bins.kind == kind].dataset, DATASETS)):
+            part = bins[bins.dataset == dataset]
+            look = {
+                "linestyle": ("-", "--", ":")[i % 3],
+                "marker": "os^"[i % 3],
+                "color": ("black", "C0", "0.5")[i % 3],
+            }
+            panel.plot(part.predicted, part.observed, label=dataset, markersize=4, **look)
+        if kind == "binary":
+            panel.plot([0, 1], [0, 1], color="0.7", linewidth=0.8)
+            panel.set(xlabel="predicted probability of a one", ylabel="share of ones")
+        else:
+            panel.axhline(0.9, color="0.7", linewidth=0.8)
+            panel.set(xscale="log", xlabel="predicted mean count", ylabel="share inside the 5% to 95% quantiles")
+            panel.set_ylim(0.5, 1.01)
+        panel.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def observed(run: Path) -> Figure:
+    """Observed values of a run's test entries against the predicted mean, with the predictive interval."""
+    test, dataset = predictions(run)
+    test = test.sort_values("mean")
+    inside = ((test.value >= test.lower) & (test.value <= test.upper)).mean()
+    bins = test.groupby(np.arange(len(test)) * 25 // len(test))
+    mean = bins["mean"].mean()
+    figure, axes = plt.subplots(figsize=(5.5, 4), layout="constrained")
+    axes.fill_between(
+        mean, bins.lower.mean(), bins.upper.mean(), color="0.85", label="5% to 95% quantile, mean of each bin"
+    )
+    axes.scatter(test["mean"], test.value, s=4, color="0.55", linewidths=0, label=f"test entry ({inside:.0%} inside)")
+    axes.plot(mean, bins.value.mean(), "o", color="C0", markersize=5, label="mean observed, 25 bins of equal size")
+    limits = [mean.min(), mean.max()]
+    axes.plot(limits, limits, color="black", linewidth=0.8, label="observed = predicted")
+    axes.set(xscale="log", xlabel="predicted mean count", ylabel="observed count", title=dataset)
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(0)
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    return figure
+
+
+def factors(run: Path, mode: str) -> Figure:
+    """The factor means of one mode's rows in the two directions in which they differ most, with their deviations.
+
+    Of a mixture the first component's, each factor in units of the kernel's lengthscale, so that rows that are close
+    act alike. The rows have names where the dataset has them, numbers otherwise.
+    """
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    dataset = instantiate(config["dataset"]["source"])
+    if mode not in dataset.modes:
+        raise ValueError(f"--mode {mode}: the modes of {dataset.name} are {', '.join(dataset.modes)}")
+    if not (run / "last.ckpt").exists():
+        raise ValueError(f"{run} has no last.ckpt: run its command again with force=true")
+    state = torch.load(run / "last.ckpt", map_location="cpu", weights_only=True)["state_dict"]
+    if "model.table.Z" not in state:
+        raise ValueError(f"{run} is a run of a method without such factors: name one of ented, gptf_pg or gptf")
+    d, rank, sizes = dataset.modes.index(mode), config["model"]["rank"], list(dataset.shape)
+    rows = slice(sum(sizes[:d]), sum(sizes[: d + 1]))
+    Z = state["model.table.Z"].double()
+    Z = (Z[0] if Z.dim() == 3 else Z)[rows]
+    scale = torch.ones(rank, dtype=torch.float64)
+    if (lengthscale := state.get("model.kernel.log_lengthscale")) is not None:
+        scale = lengthscale.double().reshape(-1, lengthscale.shape[-1])[0].exp().expand(len(sizes) * rank)
+        scale = scale[d * rank : (d + 1) * rank]
+    means = Z[:, :rank] / scale
+    centred = means - means.mean(0)
+    directions = torch.linalg.svd(centred, full_matrices=False)[2][:2]
+    xy = centred @ directions.T
+    figure, axes = plt.subplots(figsize=(5.5, 4.5), layout="constrained")
+    axes.plot(*xy.T, "o", color="0.6", markersize=3)
+    names = getattr(dataset, "labels", {}).get(mode, range(len(xy)))
+    for (x, y), name in zip(xy.tolist(), names, strict=True):
+        axes.annotate(str(name), (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="first direction, in lengthscales", ylabel="second direction, in lengthscales")
+    axes.set_title(f"{dataset.name}: factors of {mode}")
+    return figure
+
+
+def predictions(run: Path) -> tuple[pd.DataFrame, str]:
+    """The predictions of a run of counts, and its dataset's name."""
+    if run is None or not (run / "metrics.json").exists():
+        raise ValueError(f"--figure needs --run, the folder of a finished run; {run} is none")
+    about = read_json(run / "metrics.json")
+    if "auc" in about["metrics"]:
+        raise ValueError(f"{run} is a run of binary entries; the figure is one of counts")
+    if not (run / "predictions.csv").exists():
+        raise ValueError(f"{run} has lost its predictions.csv: run its command again with force=true")
+    test = read_table(run / "predictions.csv", ["value", "mean"])
+    if "lower" not in test:
+        raise ValueError(f"{run} is a run of a method without quantiles; the figure shows them")
+    return test, about["dataset"]
+
+
+def panels(number: int) -> tuple[Figure, list[Axes]]:
+    """A figure with panels side by side."""
+    figure, axes = plt.subplots(1, number, figsize=(4.2 * number, 3.4), layout="constrained", squeeze=False)
+    return figure, list(axes[0])
+
+
+def style(model: str) -> dict:
+    return STYLES.get(model, {"color": "0.4", "linestyle": ":", "marker": "."})

@@ -1,0 +1,136 @@
+"""The numbers of all runs as one table, a row for each run and metric."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from ented.runs import about, read_json
+
+ABOUT = ["dataset", "model", "rank", "fold", "seed", "protocol", "missing"]
+FAILED = "failed"  # stands for the metric of a run that failed; then there is no value, and `error` says why
+
+
+def collect(source: Path) -> pd.DataFrame:
+    """All numbers of every finished run below a folder, and a row for each failed one; or such a table from its CSV."""
+    if not source.is_dir():
+        return with_columns(read_table(source, [*ABOUT, "metric", "value"]))
+    rows, folders = [], {}
+    for file in sorted(source.rglob("metrics.json")):
+        try:
+            run = read_json(file)
+            cell = {key: run[key] for key in ABOUT}
+            spent = {"epochs": run["epochs"], "seconds": run["train_seconds"]}
+            made = {"command": run["command"], "version": run["version"]}
+            metrics = run["metrics"].items()
+        except KeyError as error:
+            raise ValueError(f"{file} has no {error}: remove it, and start its run again") from None
+        twin = folders.setdefault(tuple(cell.values()), file.parent)
+        if twin != file.parent:
+            raise ValueError(
+                f"{twin} and {file.parent} hold the same run: name a folder that has one of them, or --variants"
+            )
+        rows += [{**cell, "metric": name, "value": value, **spent, **made} for name, value in metrics]
+    for file in sorted(source.rglob("error.txt")):
+        cell = about(yaml.safe_load((file.parent / "config.yaml").read_text()))
+        rows.append({**cell, "metric": FAILED, "error": file.read_text().partition("\n")[0]})
+    if not rows:
+        raise ValueError(f"no finished run below {source}")
+    return with_columns(pd.DataFrame(rows))
+
+
+def with_columns(numbers: pd.DataFrame) -> pd.DataFrame:
+    """All columns of a table of numbers, empty where there is nothing, and those that it has besides."""
+    columns = [*ABOUT, "metric", "value", "epochs", "seconds", "command", "version"]
+    others = [column for column in numbers if column not in columns]
+    return numbers.reindex(columns=[*columns, *others, *({"error"} - set(others))]).astype({"rank": "Int64"})
+
+
+def save(numbers: pd.DataFrame, file: Path) -> None:
+    """As CSV; where no run failed, without the column that says why."""
+    numbers.drop(columns=[] if len(failed(numbers)) else "error").to_csv(file, index=False)
+
+
+def collect_all(sources: list[Path]) -> pd.DataFrame:
+    """The numbers of several sources, none of which may have a run of another."""
+    numbers = pd.concat([collect(source).assign(source=str(source)) for source in sources], ignore_index=True)
+    of_run = numbers.groupby(ABOUT, dropna=False).source.unique()
+    if len(twice := of_run[of_run.str.len() > 1]):
+        run = "  ".join(f"{key} {value}" for key, value in zip(ABOUT, twice.index[0], strict=True))
+        raise ValueError(f"{' and '.join(twice.iloc[0])} hold the same run ({run}): name one of them")
+    return numbers.drop(columns="source")
+
+
+def collect_variants(source: Path) -> pd.DataFrame:
+    """The same of each folder in a folder that has a finished run, with the folder's name as `variant`."""
+    if not source.is_dir():
+        raise ValueError(f"--variants: {source} is no folder of folders")
+    folders = [folder for folder in sorted(source.iterdir()) if any(folder.rglob("metrics.json"))]
+    if not folders:
+        raise ValueError(f"no folder with a finished run in {source}")
+    return pd.concat([collect(folder).assign(variant=folder.name) for folder in folders])
+
+
+def collect_epochs(source: Path) -> pd.DataFrame:
+    """The test AUC after each epoch of the runs of experiment=convergence below a folder; or such a table's CSV."""
+    columns = ["dataset", "model", "rank", "fold", "seed", "epoch", "test_auc"]
+    if not source.is_dir():
+        return read_table(source, columns)
+    parts = []
+    for file in sorted(source.rglob("metrics.json")):
+        epochs = read_table(file.parent / "epochs.csv", ["epoch"])
+        if "test_auc" in epochs:
+            cell = {key: read_json(file)[key] for key in ABOUT}
+            parts.append(epochs[["epoch", "test_auc"]].assign(**cell)[columns])
+    if not parts:
+        raise ValueError(f"no finished run with callbacks=convergence on binary entries below {source}")
+    return pd.concat(parts)
+
+
+def collect_calibration(source: Path, bins: int = 20) -> pd.DataFrame:
+    """Whether predictions mean what they say: in bins of equal size of the test entries of all folds together.
+
+    Of binary entries, the mean predicted probability and the share of ones. Of counts, the mean predicted count and the
+    share that lies between the predicted 5% and 95% quantiles. Of the finished runs below a folder; or the table's CSV.
+    """
+    columns = ["dataset", "kind", "model", "rank", "protocol", "predicted", "observed", "entries"]
+    if not source.is_dir():
+        return read_table(source, columns)
+    of_cells = {}
+    for file in sorted(source.rglob("predictions.csv")):
+        test = read_table(file, ["value", "mean"])
+        if "lower" in test and (file.parent / "metrics.json").exists():
+            run = read_json(file.parent / "metrics.json")
+            kind = "binary" if "auc" in run["metrics"] else "count"
+            inside = (test.value >= test.lower) & (test.value <= test.upper)
+            predicted = test.assign(observed=test.value if kind == "binary" else inside)[["mean", "observed"]]
+            cell = run["dataset"], kind, run["model"], run["rank"], run["protocol"]
+            of_cells.setdefault(cell, []).append(predicted)
+    parts = []
+    for cell, predictions in of_cells.items():
+        test = pd.concat(predictions).sort_values("mean")
+        binned = test.groupby(np.arange(len(test)) * bins // len(test))
+        table = binned.agg(predicted=("mean", "mean"), observed=("observed", "mean"), entries=("mean", "size"))
+        parts.append(table.assign(**dict(zip(columns, cell, strict=False)))[columns])
+    return pd.concat(parts) if parts else pd.DataFrame(columns=columns)
+
+
+def read_table(file: Path, columns: list[str]) -> pd.DataFrame:
+    """A CSV that must have these columns."""
+    try:
+        table = pd.read_csv(file)
+    except ValueError as error:  # pandas' own
+        raise ValueError(f"{file} is not a CSV ({error})") from None
+    if missing := [column for column in columns if column not in table]:
+        raise ValueError(f"{file} has no column {missing[0]}: it needs {', '.join(columns)}")
+    return table
+
+
+def finished(numbers: pd.DataFrame) -> pd.DataFrame:
+    return numbers[numbers.metric != FAILED]
+
+
+def failed(numbers: pd.DataFrame) -> pd.DataFrame:
+    """A row for each run that failed, with the reason as `error`."""
+    return numbers[numbers.metric == FAILED]

@@ -1,0 +1,314 @@
+"""Tables of the numbers of runs: means over folds, beside published ones, paired comparisons, ranks, and times.
+
+Each is a data frame of texts, in which ** stands around the best; `markdown` and `latex` write it down.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+
+import pandas as pd
+from scipy.stats import ttest_rel
+
+from results import failed, finished
+
+RUN = ["dataset", "model", "rank", "protocol", "missing"]
+BINARY = ["auc", "nll", "nll_plugin"]
+COUNTS = ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"]
+PUBLISHED = {  # the paper's tables, in its definition of the metrics, which are the plug-in ones
+    "binary": ["auc", "nll_plugin"],
+    "count": ["rmse_plugin", "mape_plugin"],
+    "count_nll": ["nll_plugin"],
+}
+DATASETS = ["digg", "enron", "dblp", "jhu", "article", "ems"]
+METHODS = {
+    **{"gcp": "GCP", "bcp": "BCP", "sbtr": "SBTR", "ncpd": "NCPD", "bpcp": "BPCP", "vbgcp": "VBGCP", "mdtf": "MDTF"},
+    **{"costco": "CoSTCo", "main_effects": "main effects", "gptf": "GPTF", "gptf_pg": "GPTF-PG", "ented": "ENTED"},
+}
+
+
+def means(numbers: pd.DataFrame) -> list[pd.DataFrame]:
+    """Mean ± standard deviation over folds and seeds: a table of binary datasets, a table of counts."""
+    keys = [*RUN, "variant"] if "variant" in numbers else RUN
+    text = numbers.groupby([*keys, "metric"], dropna=False).value.agg(spread).unstack()
+    runs = numbers.drop_duplicates([*keys, "fold", "seed"]).groupby(keys, dropna=False).size()
+    parts = []
+    for metrics in (BINARY, COUNTS):
+        part = text.reindex(columns=metrics)
+        part = part[part[metrics[0]].notna()].astype(object).fillna("–").join(runs.rename("runs")).reset_index()
+        if len(part):
+            parts.append(part)
+    return parts
+
+
+def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Means under both protocols beside published ones, a table for each dataset.
+
+    `published` has the columns dataset, method, rank, metric, mean and std; its metrics are plug-in ones. A mean of
+    protocol=paper that is further than two published standard deviations away is marked: + where it is better,
+    - where it is worse.
+    """
+    published, parts = by_cell(published), {}
+    for dataset in numbers.dataset.unique():
+        part = numbers[numbers.dataset == dataset].sort_values(["model", "rank"], kind="stable")
+        metrics = ["auc", "nll"] if (part.metric == "auc").any() else ["rmse", "mape", "nll"]
+        rows = []
+        for (model, rank), cell in part.groupby(["model", "rank"], dropna=False, sort=False):
+            refuse_both_missing(cell)
+            row = {"model": model, "rank": "" if pd.isna(rank) else rank}
+            for metric in metrics:
+                paper = lookup(published, dataset, model, rank, metric)
+                row[f"{metric}: published"] = "–" if paper is None else plus_minus(paper["mean"], paper["std"])
+                values = cell[cell.metric == (metric if metric == "auc" else f"{metric}_plugin")]
+                for protocol in ("paper", "holdout"):
+                    ours = values[values.protocol == protocol].value
+                    text = "–" if ours.empty else spread(ours)
+                    if protocol == "paper" and paper is not None and len(ours):
+                        text += mark(metric, ours.mean(), paper["mean"], paper["std"])
+                    row[f"{metric}: {protocol}"] = text
+            row["missing"] = "/".join(cell.sort_values("protocol", ascending=False).missing.unique())
+            runs = cell.drop_duplicates(["protocol", "fold", "seed"]).protocol.value_counts()
+            row["runs"] = f"{runs.get('paper', 0)}/{runs.get('holdout', 0)}"
+            rows.append(row)
+        parts[dataset] = pd.DataFrame(rows)
+    return parts
+
+
+def beside(numbers: pd.DataFrame, published: pd.DataFrame, rivals: pd.DataFrame) -> pd.DataFrame:
+    """A line for each dataset, rank and metric: the published mean of the method, ours, and the best rival's.
+
+    Only runs with absent cells masked count, and of the rivals' those of the same protocol. nll is the plug-in one, as
+    published; rmse and mape are those of the best summary of the predictive distribution, and the plug-in one stands
+    beside them. p is that of a paired t-test over the folds that both have.
+    """
+    published, rows = by_cell(published), []
+    numbers, rivals = (table[table.missing == "masked"] for table in (numbers, rivals))
+    cells = numbers.sort_values("rank", kind="stable").groupby(["dataset", "rank", "model", "protocol"], dropna=False)
+    for (dataset, rank, model, protocol), cell in cells:
+        others = rivals[(rivals.dataset == dataset) & (rivals.protocol == protocol) & (rivals.model != model)]
+        others = others[others["rank"].isna() | (others["rank"] == rank)]
+        for metric in ["auc", "nll_plugin"] if (cell.metric == "auc").any() else ["rmse", "mape", "nll_plugin"]:
+            name = metric.removesuffix("_plugin")
+            of_metric = cell[cell.metric == metric]
+            ours = of_metric.value.mean()
+            paper = lookup(published, dataset, model, rank, name)
+            ahead = ["published"] if paper is not None and sign(metric) * ours < sign(metric) * paper["mean"] else []
+            by_model = (sign(metric) * others[others.metric == metric].groupby("model").value.mean()).sort_values()
+            rival = p = None
+            if len(by_model):
+                best = others[(others.model == by_model.index[0]) & (others.metric == metric)]
+                rival = f"{by_model.index[0]} {spread(best.value)}"
+                p = paired(of_metric, best)[2]
+                ahead += ["rivals"] if sign(metric) * ours < by_model.iloc[0] else []
+            rows.append(
+                {
+                    **{"dataset": dataset, "rank": rank, "metric": name},
+                    "published": None if paper is None else plus_minus(paper["mean"], paper["std"]),
+                    model: spread(of_metric.value),
+                    "plug-in": None if metric == "auc" else spread(cell[cell.metric == f"{name}_plugin"].value),
+                    **{"best rival": rival, "p": p, "ahead of": " and ".join(ahead) or "none", "runs": len(of_metric)},
+                }
+            )
+    return pd.DataFrame(rows).fillna("–")
+
+
+def cells(numbers: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+    """Our mean and standard deviation of every cell of the paper's tables, beside the published ones.
+
+    A cell is a dataset, a method, a rank and one of the metrics of `PUBLISHED`; a method without a rank has one for
+    each rank. `folds` counts those that are finished, `failed` those that failed. `numbers` are those of one protocol.
+    """
+    keys = ["dataset", "model", "rank"]
+    published = by_cell(published)
+    refuse_both_missing(finished(numbers))
+    of_all_ranks, ranks = numbers["rank"].isna(), numbers["rank"].dropna().unique()
+    numbers = pd.concat([numbers[~of_all_ranks], *(numbers[of_all_ranks].assign(rank=rank) for rank in ranks)])
+    binary = {*numbers[numbers.metric == "auc"].dataset, *published.query("metric == 'auc'").index.unique("dataset")}
+    here = published[published.index.isin(numbers.dataset, level="dataset")]
+    rows = pd.concat([numbers[keys], here.reset_index()[keys]]).drop_duplicates()
+    rows["metric"] = [PUBLISHED["binary"] if dataset in binary else COUNTS[3:] for dataset in rows.dataset]
+    rows = rows.explode("metric").set_index([*keys, "metric"])
+    ours = numbers.groupby([*keys, "metric"]).agg(
+        mean=("value", lambda values: values.mean(skipna=False)), std=("value", "std"), folds=("fold", "nunique")
+    )
+    failures = failed(numbers).groupby(keys).fold.nunique().rename("failed")
+    rows = rows.join(ours).join(here.rename(index=plugin, level="metric").add_prefix("published_"))
+    rows = rows.reset_index().join(failures, on=keys).fillna({"folds": 0, "failed": 0})
+    return rows.astype({"folds": int, "failed": int})
+
+
+def published_tables(cells: pd.DataFrame, marked: bool = False) -> dict[str, pd.DataFrame]:
+    """The paper's tables: a row for each dataset and method, a column for each metric and rank.
+
+    A table cell has our mean ± standard deviation, and the published ones in square brackets. The best of our means
+    is bold; with `marked`, one that is further than two published standard deviations away has a + where it is better
+    and a - where it is worse. "failed" stands where all runs failed, "–" where there is none.
+    """
+    best = cells.assign(signed=cells["mean"] * cells.metric.map(sign)).groupby(["dataset", "rank", "metric"]).signed
+    cells = cells.assign(
+        best=best.transform("min") == cells["mean"] * cells.metric.map(sign),
+        of=cells.groupby("dataset").folds.transform("max"),
+    )
+    cells["text"] = [cell_text(cell, marked) for cell in cells.itertuples()]
+    binary, parts = set(cells[cells.metric == "auc"].dataset), {}
+    for name, metrics in PUBLISHED.items():
+        part = cells[cells.metric.isin(metrics) & (cells.dataset.isin(binary) == (name == "binary"))]
+        part = part[part.groupby(["dataset", "model"]).text.transform(lambda texts: (texts != "–").any())]
+        if part.empty:
+            continue
+        wide = part.pivot(index=["dataset", "model"], columns=["metric", "rank"], values="text").fillna("–")
+        order = in_order(part.dataset, DATASETS), in_order(part.model, METHODS)
+        wide = wide.reindex([(d, m) for d in order[0] for m in order[1] if (d, m) in wide.index])
+        wide = wide[[(metric, rank) for metric in metrics for rank in sorted(part["rank"].unique())]]
+        wide.columns = [f"{metric.removesuffix('_plugin').upper()}, rank {rank}" for metric, rank in wide.columns]
+        parts[name] = wide.reset_index().replace({"model": METHODS}).rename(columns={"model": "method"})
+    return parts
+
+
+def cell_text(cell, marked: bool) -> str:
+    """A row of `cells` as it stands in a table."""
+    if cell.folds:
+        text = "undefined" if math.isnan(cell.mean) else plus_minus(cell.mean, cell.std)
+        text = f"**{text}**" if cell.best else text
+        text += mark(cell.metric, cell.mean, cell.published_mean, cell.published_std) if marked else ""
+        if cell.folds < cell.of:
+            text += f" ({cell.folds} of {cell.of} folds" + (f", {cell.failed} failed)" if cell.failed else ")")
+    else:
+        text = "failed" if cell.failed else "–"
+    return (
+        text if math.isnan(cell.published_mean) else f"{text} [{plus_minus(cell.published_mean, cell.published_std)}]"
+    )
+
+
+def paired_table(numbers: pd.DataFrame) -> pd.DataFrame:
+    """Every other method against ENTED, over the folds that both have: the mean difference, and a paired t-test.
+
+    A difference above 0 means that ENTED is better, whichever way the metric goes.
+    """
+    rows = []
+    metrics = finished(numbers)[finished(numbers).metric.isin([*PUBLISHED["binary"], *COUNTS[3:]])]
+    ours = metrics[metrics.model == "ented"]
+    for (dataset, rank, metric), cell in ours.groupby(["dataset", "rank", "metric"]):
+        others = metrics[(metrics.dataset == dataset) & (metrics.metric == metric) & (metrics.model != "ented")]
+        others = others[others["rank"].isna() | (others["rank"] == rank)]
+        for model, other in others.groupby("model"):
+            folds, difference, p = paired(cell, other)
+            rows.append(
+                {
+                    **{"dataset": dataset, "rank": rank, "metric": metric.removesuffix("_plugin")},
+                    **{"method": METHODS.get(model, model), "method's mean": spread(other.value)},
+                    **{"ENTED's mean": spread(cell.value), "difference": f"{sign(metric) * difference:.3f}"},
+                    **{"p": p or "–", "folds": folds},
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def rank_table(cells: pd.DataFrame) -> pd.DataFrame:
+    """The mean, over datasets and ranks, of a method's place among those that have a number there, 1 for the best.
+
+    In brackets the number of places.
+    """
+    cells = cells[cells["mean"].notna()]
+    signed = cells["mean"] * cells.metric.map(sign)
+    place = signed.groupby([cells.dataset, cells["rank"], cells.metric]).rank()
+    binary = cells.dataset.isin(cells[cells.metric == "auc"].dataset)
+    kind = binary.map({True: "binary", False: "counts"})
+    name = cells.metric.str.removesuffix("_plugin").str.upper() + ", " + kind
+    text = place.groupby([cells.model, name]).agg(lambda places: f"{places.mean():.1f} ({len(places)})")
+    wide = text.unstack().fillna("–")
+    wide = wide.loc[in_order(wide.index, METHODS)]
+    return wide.reset_index().replace({"model": METHODS}).rename(columns={"model": "method"})
+
+
+def time_table(numbers: pd.DataFrame) -> pd.DataFrame:
+    """Mean seconds of the final fit of a run, for each method, dataset and rank."""
+    runs = finished(numbers).drop_duplicates(["dataset", "model", "rank", "fold", "seed"])
+    text = runs.groupby(["dataset", "rank", "model"], dropna=False).seconds.agg(lambda seconds: f"{seconds.mean():.1f}")
+    wide = text.unstack().fillna("–")
+    wide = wide[in_order(wide.columns, METHODS)].loc[in_order(wide.index.unique(0), DATASETS)].reset_index()
+    return wide.astype({"rank": object}).fillna({"rank": "all"}).rename(columns=METHODS)
+
+
+def failure_table(numbers: pd.DataFrame) -> pd.DataFrame:
+    """The runs that failed, and why."""
+    return failed(numbers)[["dataset", "model", "rank", "fold", "seed", "protocol", "error"]]
+
+
+def paired(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, float, str | None]:
+    """Of the folds that both have: their number, the mean difference theirs - ours, and a paired t-test's p."""
+    pairs = pd.concat([table.groupby("fold").value.mean() for table in (ours, theirs)], axis=1).dropna().to_numpy()
+    p = f"{ttest_rel(*pairs.T).pvalue:.2g}" if len(pairs) > 1 else None
+    return len(pairs), (pairs[:, 1] - pairs[:, 0]).mean() if len(pairs) else math.nan, p
+
+
+def by_cell(published: pd.DataFrame) -> pd.DataFrame:
+    """The published means and standard deviations by dataset, model, rank and metric."""
+    published = published.assign(model=published.method.str.lower())
+    return published.set_index(["dataset", "model", "rank", "metric"])[["mean", "std"]]
+
+
+def lookup(published: pd.DataFrame, *cell) -> pd.Series | None:
+    return published.loc[cell] if cell in published.index else None
+
+
+def refuse_both_missing(numbers: pd.DataFrame) -> None:
+    """Raise ValueError where a mean would be one over runs with both settings of missing."""
+    keys = ["dataset", "model", "rank", "protocol"]
+    settings = numbers.groupby(keys, dropna=False).missing.nunique()
+    if (settings > 1).any():
+        dataset, model, rank, _ = settings.idxmax()
+        raise ValueError(f"{dataset}, {model}, rank {rank}: runs with both settings of missing: name a folder with one")
+
+
+def sign(metric: str) -> int:
+    """Only the AUC is better if higher."""
+    return -1 if metric == "auc" else 1
+
+
+def plugin(metric: str) -> str:
+    """The published metrics are plug-in ones; an AUC is the same either way."""
+    return metric if metric == "auc" else f"{metric}_plugin"
+
+
+def in_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The names in the order of those that are known, then the others."""
+    names = set(names)
+    return [name for name in known if name in names] + sorted(names - set(known))
+
+
+def mark(metric: str, ours: float, mean: float, std: float) -> str:
+    """ " +" or " -" where two numbers are more than two standard deviations apart."""
+    if not abs(ours - mean) > 2 * std:
+        return ""
+    return " +" if sign(metric) * ours < sign(metric) * mean else " -"
+
+
+def spread(values: pd.Series) -> str:
+    """Mean ± standard deviation, – where a run's test entries leave the metric undefined."""
+    return "–" if values.isna().any() else plus_minus(values.mean(), values.std())
+
+
+def plus_minus(mean: float, std: float) -> str:
+    return f"{mean:.3f}" if math.isnan(std) else f"{mean:.3f} ± {std:.3f}"
+
+
+def markdown(table: pd.DataFrame) -> str:
+    rows = table.astype(object).where(table.notna(), "").to_numpy()
+    lines = [table.columns, ["---"] * len(table.columns), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def latex(table: pd.DataFrame) -> str:
+    """For \\usepackage{booktabs}."""
+    rows = table.astype(object).where(table.notna(), "").to_numpy()
+    head, *body = [" & ".join(map(tex, line)) + r" \\" for line in [table.columns, *rows]]
+    lines = [r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    return "\n".join([rf"\begin{{tabular}}{{{'l' * len(table.columns)}}}", *lines, r"\end{tabular}"])
+
+
+def tex(text: object) -> str:
+    """A cell's text, with what LaTeX reads in another way replaced."""
+    text = re.sub(r"([&%#_{}])", r"\\\1", str(text))
+    text = re.sub(r"\*\*(.*?)\*\*", r"\\textbf{\1}", text)
+    return text.replace("±", r"$\pm$").replace("–", "--").replace(" +", " $+$").replace(" -", " $-$")

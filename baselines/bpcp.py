@@ -115,9 +115,9 @@ class GammaPoisson(Predictive):
     def plugin(self) -> Known:
         return Known(Poisson(self.rate_mean))
 
-    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
+    def columns(self) -> dict[str, Float[Tensor, "S"]]:
         """Also the standard deviation."""
-        return super().columns(values) | {"std": self._distribution.stddev}
+        return super().columns() | {"std": self._distribution.stddev}
 
     @property
     def _distribution(self) -> torch.distributions.NegativeBinomial:

@@ -202,9 +202,9 @@ class ProbitPredictive(Predictive):
     def plugin(self) -> "ProbitPredictive":
         return replace(self, f_variance=torch.zeros_like(self.f_variance))
 
-    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
+    def columns(self) -> dict[str, Float[Tensor, "S"]]:
         """Also the posterior of f."""
-        return super().columns(values) | {"f_mean": self.f_mean, "f_std": self.f_variance.sqrt()}
+        return super().columns() | {"f_mean": self.f_mean, "f_std": self.f_variance.sqrt()}
 
 
 @dataclass
@@ -229,6 +229,6 @@ class GaussianPredictive(Predictive):
     def plugin(self) -> "GaussianPredictive":
         return replace(self, f_variance=torch.zeros_like(self.f_variance))
 
-    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
+    def columns(self) -> dict[str, Float[Tensor, "S"]]:
         """Also the standard deviation, and that of f."""
-        return super().columns(values) | {"std": self.distribution.stddev, "f_std": self.f_variance.sqrt()}
+        return super().columns() | {"std": self.distribution.stddev, "f_std": self.f_variance.sqrt()}

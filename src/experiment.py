@@ -22,7 +22,7 @@ from ented.lightning import SweepModule
 from ented.likelihoods import PolyaGamma
 from ented.recorder import History, Recorder, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule
-from ented.runs import RunFolder, finite, read_json, write
+from ented.runs import RunFolder, finite, flat, read_json, write
 from ented.tensor import InputError, TrainingEntries
 
 log = logging.getLogger("ented")
@@ -214,7 +214,7 @@ def prepare(runs: list[Run]) -> None:
     for run in runs:
         if not run.result:
             with run.folder.logging():
-                from_first(lambda run=run: run.folder.open(run.train.fingerprint()))
+                from_first(lambda run=run: run.folder.open(run.train.fingerprint(), run.smallest))
 
 
 def complete(cfg: DictConfig, runs: list[Run]) -> None:
@@ -361,11 +361,13 @@ def tracker(cfg: DictConfig, run: Run):
     mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
     name = run.folder.path.relative_to(str(cfg.runs_dir)).as_posix()
     logger = instantiate(cfg.logger, save_dir=run.folder.path, name=name, mode=mode)
-    logger.log_hyperparams(run.config)
+    logger.log_hyperparams(flat(run.config))  # a sweep keeps the names of its parameters, such as dataset, for itself
     try:
         yield logger
-    finally:
-        wandb.finish()
+    except BaseException:
+        wandb.finish(exit_code=1)
+        raise
+    wandb.finish()
 
 
 def searches_first(cfg: DictConfig) -> bool:

@@ -33,7 +33,7 @@ from ented.datasets import Dataset
 from ented.distributed import connect, from_first, is_first, processes, started_by_torchrun
 from ented.metrics import CompletionMetrics
 from ented.predictive import Predictive
-from ented.runs import OF_SOME_MODELS, PLACES, clear, write_summary
+from ented.runs import OF_SOME_MODELS, PLACES, Busy, clear, write_summary
 from ented.settings import check
 from ented.tensor import InputError
 from experiment import Run, RunsFailed, accelerator, complete, parameters_in, prepare, replicas_folder, several, title
@@ -50,6 +50,8 @@ def main(cfg: DictConfig) -> None:
     try:
         train(cfg)
     except (RunsFailed, InputError, *HYDRAS) as error:
+        if isinstance(error, Busy) and cfg.methods and "rank" not in cfg.model:
+            return  # the cells of all ranks are one run, and another one is at it
         if FULL_ERROR:
             raise
         # torchrun's processes all find the same

@@ -391,10 +391,12 @@ def test_wandb_without_a_key_is_offline_and_asks_nothing(command, tiny, monkeypa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tiny / "no-netrc"))
     assert command(*binary(tiny), "fold=0", "logger=wandb")[0] == 0
-    (log,) = (tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0/wandb").glob("offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 60
-    while b"test_auc" not in (content := log.read_bytes()) and time.monotonic() < deadline:
+    folder = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0/wandb"
+    content, deadline = b"", time.monotonic() + 60
+    while b"test_auc" not in content and time.monotonic() < deadline:
         time.sleep(0.1)  # a process of wandb's own writes it, and may do so after the run has ended
+        content = b"".join(log.read_bytes() for log in folder.glob("offline-run-*/run-*.wandb"))
+    assert b"dataset.name" in content  # of the settings
     assert b"elbo" in content and b"test_auc" in content and b"ones/ented/rank=2" in content
 
 

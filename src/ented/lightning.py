@@ -86,9 +86,11 @@ class CompletionModule(L.LightningModule):
         self._log_metrics("test_")
 
     def predict_step(self, batch: Batch, _) -> dict[str, Float[Tensor, "S"]]:
-        """The columns of predictions.csv."""
+        """The columns of predictions.csv beside the indices and the value."""
         indices, values = batch
-        return self.predictive(indices).columns(values)
+        predictive = self.predictive(indices)
+        log_prob = predictive.log_prob(values)
+        return predictive.columns() | ({} if log_prob is None else {"log_prob": log_prob})
 
 
 class SweepModule(CompletionModule):

@@ -39,10 +39,9 @@ class Predictive(ABC):
         """The same with every parameter fixed at its posterior mean."""
         return self
 
-    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
-        """What predictions.csv says of each entry, beside its indices and its value."""
-        log_prob = self.log_prob(values)
-        return {"mean": self.mean} | ({} if log_prob is None else {"log_prob": log_prob})
+    def columns(self) -> dict[str, Float[Tensor, "S"]]:
+        """What predictions.csv says of each entry, beside its indices, its value and the log probability of that."""
+        return {"mean": self.mean}
 
 
 @dataclass
@@ -58,9 +57,9 @@ class Known(Predictive):
     def log_prob(self, values: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
         return self.distribution.log_prob(values)
 
-    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
+    def columns(self) -> dict[str, Float[Tensor, "S"]]:
         """Also the standard deviation."""
-        return super().columns(values) | {"std": self.distribution.stddev}
+        return super().columns() | {"std": self.distribution.stddev}
 
 
 @dataclass
@@ -131,14 +130,13 @@ class LatentMixture(Predictive):
         """f fixed at its mean, p(x | f = f_mean): what the paper's tables hold."""
         return LatentGaussian(self.likelihood, self.f_mean, torch.zeros_like(self.f_mean))
 
-    def columns(self, values: Float[Tensor, "S"]) -> dict[str, Float[Tensor, "S"]]:
+    def columns(self) -> dict[str, Float[Tensor, "S"]]:
         """Also the standard deviation, the 5% and 95% quantiles, and the posterior of f."""
         return {
             "mean": self.mean,
             "std": self.variance.sqrt(),
             "lower": self.quantile(0.05),
             "upper": self.quantile(0.95),
-            "log_prob": self.log_prob(values),
             "f_mean": self.f_mean,
             "f_std": self.f_variance.sqrt(),
         }

@@ -39,7 +39,11 @@ PLACES = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "compile", "thr
 PLACES |= {"logger", "trainer", "callbacks", "methods", "launcher", "jobs"}
 # what stands at the top for the models that take it, and counts only there
 OF_SOME_MODELS = {"rank", "lr", "rho", "inducing", "missing", "compile"}
-IMMATERIAL = PLACES | OF_SOME_MODELS | {"training_entries"}
+IMMATERIAL = PLACES | OF_SOME_MODELS | {"training_entries", "smallest_entry"}
+
+
+class Busy(InputError):
+    """Another command works on the run."""
 
 
 class RunFolder:
@@ -107,13 +111,13 @@ class RunFolder:
 
         Raises
         ------
-        InputError : another command has it, or the place cannot be written to.
+        InputError : another command has it (Busy), or the place cannot be written to.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise InputError(f"{self.path}: another command works on this run; wait for its end, or end it") from None
+            raise Busy(f"{self.path}: another command works on this run; wait for its end, or end it") from None
         except OSError as error:
             raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
 
@@ -126,10 +130,11 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         summary_file(self.config).unlink(missing_ok=True)
 
-    def open(self, fingerprint: str) -> None:
+    def open(self, fingerprint: str, smallest: float) -> None:
         """Make the folder, or go on in the one that an earlier start with the same settings and entries left.
 
-        What another start left there is removed.
+        What another start left there is removed. config.yaml tells of the training entries their fingerprint and their
+        smallest value.
         """
         self.lock()
         if difference := self.difference(fingerprint):
@@ -137,7 +142,7 @@ class RunFolder:
             self.clear()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            config = self.config | {"training_entries": fingerprint}
+            config = self.config | {"training_entries": fingerprint, "smallest_entry": smallest}
             write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
             file = logging.FileHandler(self.path / "train.log")
         except OSError as error:

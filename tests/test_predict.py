@@ -1,0 +1,88 @@
+"""Predictions of a finished run for cells that it is asked for."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from test_train import Command, binary, command, counts, tiny  # noqa: F401
+from training import TRAIN
+
+from ented.datasets import Flights
+
+
+@pytest.fixture
+def predict(capfd) -> Command:
+    return Command(capfd, TRAIN.parent / "predict.py")
+
+
+def same_as_its_test(predict, run: Path) -> pd.DataFrame:
+    """What the run predicts for its test entries, which are the numbers of its own predictions.csv."""
+    expected = pd.read_csv(run / "predictions.csv")
+    modes = expected.columns[: expected.columns.get_loc("value")]
+    expected[modes].assign(other="unread").iloc[::-1].to_csv("cells.csv", index=False)
+    assert predict(run, "cells.csv", "out.csv") == (0, "", "")
+    actual = pd.read_csv("out.csv").iloc[::-1].reset_index(drop=True)
+    pd.testing.assert_frame_equal(actual, expected[actual.columns], rtol=2e-5)
+    assert set(expected.columns) - set(actual.columns) <= {"value", "log_prob"}
+    return actual
+
+
+@pytest.mark.parametrize("model", ["ented", "gptf_pg", "gptf", "ncpd", "bpcp", "vbgcp", "mdtf", "main_effects"])
+def test_counts(command, predict, tiny, model):  # noqa: F811
+    """Without the data, which are gone."""
+    rank = "main_effects" if model == "main_effects" else f"{model}/rank=2"
+    assert command(*counts(tiny), f"model={model}", "fold=0")[0] == 0
+    (tiny / "counts/fold-0.npz").unlink()
+    columns = same_as_its_test(predict, Path(f"runs/counts/{rank}/fold=0/seed=0")).columns
+    assert ("lower" in columns) == (model in ("ented", "gptf_pg", "vbgcp", "main_effects"))
+
+
+@pytest.mark.parametrize("model", ["ented", "gcp", "bcp", "sbtr", "costco"])
+def test_ones_and_zeros(command, predict, tiny, model):  # noqa: F811
+    settings = ["fold=1"] if model != "ented" else ["replicas=folds", "protocol=paper", "epochs=2"]
+    assert command(*binary(tiny), f"model={model}", *settings)[0] == 0
+    same_as_its_test(predict, Path(f"runs/ones/{model}/rank=2/fold=1/seed=0"))
+
+
+def test_the_names_of_rows(command, predict, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    assert command("epochs=1", "inducing=8", "model.components=1")[0] == 0
+    run = Path("runs/flights/ented/rank=3/fold=0/seed=0")
+    expected = pd.read_csv(run / "predictions.csv").head(50)
+    labels = Flights().labels
+    names = pd.DataFrame({mode: [labels[mode][i] for i in expected[mode]] for mode in labels})
+    names[["hour", "carrier", "month", "destination"]].to_csv("cells.csv", index=False)
+    assert predict(run, "cells.csv", "out.csv") == (0, "", "")
+    actual = pd.read_csv("out.csv")
+    assert actual.carrier.tolist() == names.carrier.tolist()
+    pd.testing.assert_series_equal(actual["mean"], expected["mean"], rtol=2e-5)
+
+
+def test_mistakes_end_with_one_line(command, predict, tiny):  # noqa: F811
+    assert command(*counts(tiny), "fold=0", "epochs=1")[0] == 0
+    run = Path("runs/counts/ented/rank=2/fold=0/seed=0")
+    tables = {
+        "few.csv": "a,b\n1,1\n",
+        "outside.csv": "a,b,c\n0,0,0\n0,0,4\n",
+        "half.csv": "a,b,c\n0,0.5,0\n",
+        "text.csv": "a,b,c\n0,x,0\n",
+        "none.csv": "a,b,c\n",
+        "empty.csv": "",
+    }
+    for name, text in tables.items():
+        Path(name).write_text(text)
+    (tiny / "run").mkdir()
+    for arguments, message in [
+        ([tiny / "run", "few.csv", "out.csv"], "run has no metrics.json"),
+        ([run, "few.csv", "out.csv"], "few.csv has no column c: it needs a, b, c"),
+        ([run, "outside.csv", "out.csv"], "outside.csv: row 1, mode 2: index 4 is outside"),
+        ([run, "half.csv", "out.csv"], "half.csv: row 0, mode 1: index 0.5 is not an integer"),
+        ([run, "text.csv", "out.csv"], "column b holds"),
+        ([run, "none.csv", "out.csv"], "none.csv"),
+        ([run, "empty.csv", "out.csv"], "empty.csv is not a CSV"),
+        ([run, "nowhere.csv", "out.csv"], "nowhere.csv: No such file"),
+    ]:
+        code, out, err = predict(*arguments)
+        assert code == 1 and not out and err.startswith("error: ") and err.count("\n") == 1, err
+        assert message in err, err
+    assert not Path("out.csv").exists()

@@ -162,8 +162,7 @@ class ENTEDModule(GaussianProcessModule):
     factors, posterior_std : whether Z has a posterior, and the standard deviations that it starts from.
     components : models in a mixture, see `ented.model`.
     kernel : "fixed", RBF with lengthscale and variance 1; "rbf" learns them, "ard" a lengthscale for each input.
-    lengthscale, lengthscale_ratio : what learned ones start from, see `initial_lengthscales`; auto is a ratio of 1 for
-        binary entries and 2 for counts.
+    lengthscale, lengthscale_ratio : what learned ones start from, see `initial_lengthscales`.
     inducing_inputs : where they start, "gaussian" noise or near the factors of training entries, "data".
     lr, milestones : of Adam, see `GaussianProcessModule`.
     rho : natural gradient step size in (0, 1].
@@ -194,7 +193,7 @@ class ENTEDModule(GaussianProcessModule):
         components: int = 1,
         kernel: Literal["fixed", "rbf", "ard"] = "fixed",
         lengthscale: float = 1.0,
-        lengthscale_ratio: float | Literal["auto"] = "auto",
+        lengthscale_ratio: float = 2.0,
         mean: Literal["zero", "constant", "effects", "degrees"] = "zero",
         inducing_inputs: Literal["gaussian", "data"] = "gaussian",
         annealing: bool = False,
@@ -207,8 +206,8 @@ class ENTEDModule(GaussianProcessModule):
         elif kernel == "rbf":
             covariance = RBF(lengthscale * sqrt(len(shape) * rank), learned=True)
         else:
-            ratio = {"binary": 1, "count": 2}[likelihood.kind] if lengthscale_ratio == "auto" else lengthscale_ratio
-            covariance = RBF(lengthscale * initial_lengthscales(len(shape), rank, ratio), learned=True)
+            lengthscales = lengthscale * initial_lengthscales(len(shape), rank, lengthscale_ratio)
+            covariance = RBF(lengthscales, learned=True)
         models = []
         for _ in range(components):
             table = FactorTable(shape, rank, init_std, std, mean, sparse_gradients)

@@ -91,10 +91,7 @@ RULES = {
         + ["model.factor_decay", "model.weight_decay", "model.core_decay"],
         lambda value: number(value) and value >= 0,
     ),
-    "a number from 1, or auto": (
-        ["model.lengthscale_ratio"],
-        lambda value: value == "auto" or number(value) and value >= 1,
-    ),
+    "a number from 1": (["model.lengthscale_ratio"], lambda value: number(value) and value >= 1),
     "a number from 0 and below 1": (["protocol.held_out"], lambda value: number(value) and 0 <= value < 1),
     "masked or zeros": (["missing", "model.missing"], lambda value: value in ("masked", "zeros")),
     "map or variational": (["model.factors"], lambda value: value in ("map", "variational")),

@@ -26,7 +26,7 @@ from ented.runs import RunFolder, finite, flat, read_json, write
 from ented.tensor import InputError, TrainingEntries
 
 log = logging.getLogger("ented")
-STEPS = 6000  # of a fit with epochs=auto
+STEPS, ENTRIES = 6000, 2**16  # of a fit with epochs=auto: so many steps for up to so many training entries
 OmegaConf.register_new_resolver("devices", lambda: torch.cuda.device_count() or os.cpu_count(), replace=True)
 
 
@@ -320,7 +320,8 @@ def sizes_of(cfg: DictConfig, entries: int) -> tuple[int | str, int]:
     if batch_size == "auto":  # a power of two near a thirty-second of the entries, from 128 to 2048
         batch_size = 2 ** min(max(round(math.log2(entries / 32)), 7), 11)
     if epochs == "auto":
-        epochs = math.ceil(STEPS / (1 if batch_size == "all" else len(batch_sizes(entries, batch_size))))
+        steps = STEPS * math.sqrt(max(entries / ENTRIES, 1))
+        epochs = math.ceil(steps / (1 if batch_size == "all" else len(batch_sizes(entries, batch_size))))
     return batch_size, epochs
 
 

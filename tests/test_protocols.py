@@ -12,6 +12,7 @@ from test_train import binary, command, counts, tiny  # noqa: F401
 from training import TRAIN
 
 from ented.recorder import best_epoch
+from experiment import sizes_of
 
 
 def test_the_epochs_are_chosen_on_held_out_training_entries(command, tiny):  # noqa: F811
@@ -43,6 +44,20 @@ def test_best_epoch_stops_looking_when_patience_ends():
     assert best_epoch(rows, patience=10) == 5
     assert best_epoch(rows, patience=2) == 2  # the epochs after the fourth are never seen
     assert best_epoch(rows[:4], patience=None) == 4
+
+
+@pytest.mark.parametrize(
+    ("entries", "batch_size", "epochs"),
+    [
+        (1000, 128, 750),  # 8 batches an epoch
+        (2**16, 2048, 188),  # 32, and 6000 / 32 = 187.5
+        (4 * 2**16, 2048, 94),  # 128, and 2 * 6000 / 128 = 93.75
+    ],
+)
+def test_the_steps_grow_with_the_square_root_of_the_entries(entries, batch_size, epochs):
+    cfg = OmegaConf.create({"batch_size": "auto", "epochs": "auto"})
+    assert sizes_of(cfg, entries) == (batch_size, epochs)
+    assert sizes_of(OmegaConf.create({"batch_size": "all", "epochs": 7}), entries) == ("all", 7)
 
 
 @pytest.mark.parametrize("variant", [file.stem for file in (TRAIN.parent.parent / "conf/variant").glob("*.yaml")])

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import joblib
 import lightning as L
 import torch
 from hydra.utils import get_class, instantiate
@@ -18,7 +19,7 @@ from ented.datamodule import COODataModule, batch_sizes
 from ented.datasets import Dataset, Stream
 from ented.distributed import from_first, is_distributed, is_first, own_gpu, processes, processes_of_node
 from ented.gaussian_process import ENTEDModule, GaussianProcessModule, SummedStrategy
-from ented.lightning import SweepModule
+from ented.lightning import CompletionModule, SweepModule
 from ented.likelihoods import PolyaGamma
 from ented.recorder import History, Recorder, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule
@@ -27,7 +28,15 @@ from ented.tensor import InputError, TrainingEntries
 
 log = logging.getLogger("ented")
 STEPS, ENTRIES = 6000, 2**16  # of a fit with epochs=auto: so many steps for up to so many training entries
-OmegaConf.register_new_resolver("devices", lambda: torch.cuda.device_count() or os.cpu_count(), replace=True)
+
+
+def jobs_at_once(accelerator: str, threads: int) -> int:
+    """How many runs a machine has room for: one for each GPU, or for each share of the CPU."""
+    gpus = 0 if accelerator == "cpu" else torch.cuda.device_count()
+    return gpus or max(1, joblib.cpu_count() // threads)
+
+
+OmegaConf.register_new_resolver("jobs_at_once", jobs_at_once, replace=True)
 
 
 class RunsFailed(Exception):
@@ -103,7 +112,7 @@ class Run:
             parts = COODataModule(self.train, self.test, "all", self.config["seed"], cfg.protocol.held_out)
             self.train, self.test = parts.train, parts.validation
         self.batch_size, self.epochs = sizes_of(cfg, len(self.train))
-        self.likelihood = self.new_likelihood()
+        self.likelihood = new_likelihood(cfg, self.smallest)
         self.likelihood.check(torch.tensor([*self.train.range, *self.test.range]))
         sizes = len(self.train), len(self.test)
         log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, *sizes)
@@ -121,19 +130,10 @@ class Run:
         seed, dtype = self.config["seed"], getattr(torch, self.cfg.dtype)
         return self.dataset.data_module(self.train, self.test, self.batch_size, seed, held_out, dtype)
 
-    def new_likelihood(self) -> PolyaGamma:
-        settings = dict(self.cfg.likelihood)
-        if settings.get("smallest") == "auto":
-            settings["smallest"] = int(self.smallest > 0)
-        return instantiate(settings)
-
-    def module(self, lr: float) -> L.LightningModule:
+    def module(self, lr: float) -> CompletionModule:
         """A new module, always with the same initial values."""
         L.seed_everything(self.config["seed"], verbose=False)
-        settings = {key: value for key, value in self.cfg.model.items() if key not in ("name", "training")}
-        settings |= {"lr": lr} if "lr" in settings else {}
-        with parameters_in(getattr(torch, self.cfg.dtype)):
-            return instantiate(settings, shape=self.dataset.shape, likelihood=self.new_likelihood())
+        return new_module(self.cfg, self.dataset.shape, self.smallest, lr)
 
     def searches(self) -> list[Fit]:
         """The fits to a part of the training entries, one for each learning rate, by which `choose` chooses."""
@@ -204,6 +204,22 @@ class Run:
         numbers = [f"{name} {'–' if value is None else f'{value:.4f}'}" for name, value in result["metrics"].items()]
         spent = [f"{result['epochs']} epochs", f"{result['train_seconds']:.1f} s", str(self.folder.path)]
         return "  ".join([title(self.cfg), self.about, *numbers, *spent])
+
+
+def new_likelihood(cfg: DictConfig, smallest: float) -> PolyaGamma:
+    """For entries of which the smallest is this."""
+    settings = dict(cfg.likelihood)
+    if settings.get("smallest") == "auto":
+        settings["smallest"] = int(smallest > 0)
+    return instantiate(settings)
+
+
+def new_module(cfg: DictConfig, shape: tuple[int, ...], smallest: float, lr: float) -> CompletionModule:
+    """A module with random initial values, for a tensor of this shape whose smallest entry is this."""
+    settings = {key: value for key, value in cfg.model.items() if key not in ("name", "training")}
+    settings |= {"lr": lr} if "lr" in settings else {}
+    with parameters_in(getattr(torch, cfg.dtype)):
+        return instantiate(settings, shape=shape, likelihood=new_likelihood(cfg, smallest))
 
 
 def prepare(runs: list[Run]) -> None:

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ented.runs import read_json
+from ented.runs import needs, read_json
 from results import read_table
 from tables import DATASETS, METHODS, in_order
 
@@ -36,7 +36,11 @@ def save(figure: Figure, file: Path) -> None:
 
 
 def convergence(epochs: pd.DataFrame) -> Figure:
-    """Test AUC against epoch: mean and standard deviation over folds. A fit that has ended keeps its last value."""
+    """Test AUC against epoch: mean and standard deviation over folds. A fit that has ended keeps its last value.
+
+    Of the lowest rank.
+    """
+    epochs = epochs[epochs["rank"] == epochs["rank"].min()]
     datasets = in_order(epochs.dataset, DATASETS)
     figure, axes = panels(len(datasets))
     for panel, dataset in zip(axes, datasets, strict=True):
@@ -45,27 +49,30 @@ def convergence(epochs: pd.DataFrame) -> Figure:
             runs = part[part.model == model].pivot(index="epoch", columns=["fold", "seed"], values="test_auc").ffill()
             mean, std = runs.mean(axis=1), runs.std(axis=1).fillna(0)
             marked = np.unique(np.geomspace(1, len(runs), 8).round().astype(int)) - 1
-            panel.plot(
-                runs.index, mean, label=METHODS.get(model, model), markevery=marked, markersize=4, **style(model)
-            )
-            panel.fill_between(runs.index, mean - std, mean + std, color=style(model)["color"], alpha=0.12, linewidth=0)
+            look = style(model)
+            panel.plot(runs.index, mean, label=METHODS.get(model, model), markevery=marked, markersize=4, **look)
+            panel.fill_between(runs.index, mean - std, mean + std, color=look["color"], alpha=0.12, linewidth=0)
         panel.set(xscale="log", xlabel="epoch", ylabel="AUC of the test entries", title=dataset)
     axes[0].legend(fontsize=8, frameon=False)
     return figure
 
 
 def inducing(numbers: pd.DataFrame) -> Figure:
-    """RMSE, and seconds of an epoch, against the number of inducing points, which is the column `variant`."""
+    """Plug-in RMSE, and seconds of an epoch, against the number of inducing points, which is the column `variant`."""
     numbers = numbers[numbers.metric == "rmse_plugin"].assign(points=numbers.variant.astype(int))
+    if len(numbers[["dataset", "rank"]].drop_duplicates()) != 1:
+        raise ValueError("the figure of inducing points is of runs of counts on one dataset at one rank")
     numbers = numbers.assign(epoch_seconds=numbers.seconds / numbers.epochs)
     figure, (error, time) = panels(2)
     for model in in_order(numbers.model, METHODS):
         part = numbers[numbers.model == model].groupby("points")
-        options = dict(label=METHODS.get(model, model), markersize=5, **style(model))
-        error.errorbar(part.value.mean().index, part.value.mean(), part.value.std().fillna(0), capsize=2, **options)
-        time.plot(part.epoch_seconds.mean(), **options)
-    error.set(xscale="log", xlabel="inducing points", ylabel="relative RMSE (zeta exp(E f))")
-    time.set(xscale="log", yscale="log", xlabel="inducing points", ylabel="seconds of an epoch")
+        look = {"label": METHODS.get(model, model), "markersize": 5, **style(model)}
+        mean = part.value.mean()
+        error.errorbar(mean.index, mean, part.value.std().fillna(0), capsize=2, **look)
+        time.plot(part.epoch_seconds.mean(), **look)
+    title = f"{numbers.dataset.iloc[0]}, rank {numbers['rank'].iloc[0]}"
+    error.set(xscale="log", xlabel="inducing points", ylabel="relative RMSE", title=title)
+    time.set(xscale="log", yscale="log", xlabel="inducing points", ylabel="seconds of an epoch", title=title)
     for panel in (error, time):
         panel.set_xticks(points := sorted(numbers.points.unique()), map(str, points))
         panel.minorticks_off()
@@ -76,18 +83,21 @@ def inducing(numbers: pd.DataFrame) -> Figure:
 def calibration(bins: pd.DataFrame) -> Figure:
     """Of binary entries, the share of ones; of counts, the share between the predicted 5% and 95% quantiles.
 
-    Of ENTED at the lowest rank, in bins with equally many test entries.
+    Of ENTED at each dataset's lowest rank, under protocol=holdout where there are such runs, in bins with equally many
+    test entries.
     """
-    bins = bins[(bins.model == "ented") & (bins["rank"] == bins["rank"].min())]
+    bins = bins[bins.model == "ented"]
+    bins = bins[bins["rank"] == bins.groupby("dataset")["rank"].transform("min")]
+    bins = bins[bins.protocol == bins.groupby("dataset").protocol.transform("min")]  # holdout is before paper
     kinds = in_order(bins.kind, ["binary", "count"])
     figure, axes = panels(len(kinds))
     for panel, kind in zip(axes, kinds, strict=True):
         for i, dataset in enumerate(in_order(bins[bins.kind == kind].dataset, DATASETS)):
             part = bins[bins.dataset == dataset]
             look = {
+                "color": ("black", "C0", "0.5", "C1")[i % 4],
+                "marker": "os^D"[i % 4],
                 "linestyle": ("-", "--", ":")[i % 3],
-                "marker": "os^"[i % 3],
-                "color": ("black", "C0", "0.5")[i % 3],
             }
             panel.plot(part.predicted, part.observed, label=dataset, markersize=4, **look)
         if kind == "binary":
@@ -129,16 +139,17 @@ def factors(run: Path, mode: str) -> Figure:
     Of a mixture the first component's, each factor in units of the kernel's lengthscale, so that rows that are close
     act alike. The rows have names where the dataset has them, numbers otherwise.
     """
+    needs(run, "config.yaml", "last.ckpt")
     config = yaml.safe_load((run / "config.yaml").read_text())
     dataset = instantiate(config["dataset"]["source"])
     if mode not in dataset.modes:
-        raise ValueError(f"--mode {mode}: the modes of {dataset.name} are {', '.join(dataset.modes)}")
-    if not (run / "last.ckpt").exists():
-        raise ValueError(f"{run} has no last.ckpt: run its command again with force=true")
+        raise ValueError(f"there is no mode {mode}: the modes of {dataset.name} are {', '.join(dataset.modes)}")
     state = torch.load(run / "last.ckpt", map_location="cpu", weights_only=True)["state_dict"]
     if "model.table.Z" not in state:
         raise ValueError(f"{run} is a run of a method without such factors: name one of ented, gptf_pg or gptf")
     d, rank, sizes = dataset.modes.index(mode), config["model"]["rank"], list(dataset.shape)
+    if rank < 2:
+        raise ValueError(f"{run} has rank 1: the figure shows two directions")
     rows = slice(sum(sizes[:d]), sum(sizes[: d + 1]))
     Z = state["model.table.Z"].double()
     Z = (Z[0] if Z.dim() == 3 else Z)[rows]
@@ -162,13 +173,10 @@ def factors(run: Path, mode: str) -> Figure:
 
 def predictions(run: Path) -> tuple[pd.DataFrame, str]:
     """The predictions of a run of counts, and its dataset's name."""
-    if run is None or not (run / "metrics.json").exists():
-        raise ValueError(f"--figure needs --run, the folder of a finished run; {run} is none")
+    needs(run, "predictions.csv")
     about = read_json(run / "metrics.json")
     if "auc" in about["metrics"]:
         raise ValueError(f"{run} is a run of binary entries; the figure is one of counts")
-    if not (run / "predictions.csv").exists():
-        raise ValueError(f"{run} has lost its predictions.csv: run its command again with force=true")
     test = read_table(run / "predictions.csv", ["value", "mean"])
     if "lower" not in test:
         raise ValueError(f"{run} is a run of a method without quantiles; the figure shows them")

@@ -2,13 +2,14 @@
 
 python src/predict.py runs/flights/ented/rank=3/fold=0/seed=0 cells.csv predictions.csv
 
-cells.csv has a column for each mode of the tensor, with zero-based indices, or with the names of what they stand for
-where the dataset has them. predictions.csv has the same columns and the predictive distribution of each cell: for ENTED
-mean, standard deviation, 5% and 95% quantile (of the count, or of the probability of a one), and mean and standard
-deviation of f.
+cells.csv has a column for each mode of the tensor, with the names of what its indices stand for where the dataset has
+them, as flights has, and with zero-based indices otherwise. predictions.csv has the same columns and the predictive
+distribution of each cell: for ENTED mean, standard deviation, 5% and 95% quantile (of the count, or of the probability
+of a one), and mean and standard deviation of f.
 """
 
 import argparse
+import pickle
 import sys
 from pathlib import Path
 
@@ -20,38 +21,33 @@ from omegaconf import OmegaConf
 
 from ented.datasets import Dataset
 from ented.lightning import CompletionModule
-from ented.runs import write
+from ented.runs import needs, write
 from ented.tensor import COOTensor, InputError
-from experiment import Run
+from experiment import new_module
+from results import read_table
 
 BATCH = 4096
 
 
 def load(folder: Path) -> tuple[CompletionModule, Dataset]:
     """The trained module of a finished run, and its dataset, whose entries are not read."""
-    for name in ("metrics.json", "config.yaml", "last.ckpt"):
-        if not (folder / name).exists():
-            raise InputError(f"{folder} has no {name}: name the folder of a finished run")
+    needs(folder, "config.yaml", "last.ckpt")
     cfg = OmegaConf.load(folder / "config.yaml")
     if "smallest_entry" not in cfg:
         raise InputError(f"{folder} was made by an older version: run its command again with force=true")
     dataset = instantiate(cfg.dataset.source)
-    run = Run(cfg, OmegaConf.to_container(cfg), dataset, command="")
-    run.smallest = cfg.smallest_entry
-    module = run.module(run.rates[0])
-    module.load_state_dict(torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)["state_dict"])
+    module = new_module(cfg, dataset.shape, cfg.smallest_entry, lr=1e-3)  # with which nothing is trained
+    try:
+        checkpoint = torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise InputError(f"{folder / 'last.ckpt'} cannot be read ({error})") from None
+    module.load_state_dict(checkpoint["state_dict"])
     return module.eval(), dataset
 
 
 def read_cells(file: Path, dataset: Dataset) -> tuple[pd.DataFrame, COOTensor]:
     """The table's columns of the tensor's modes, as they are and as indices."""
-    try:
-        table = pd.read_csv(file)
-    except ValueError as error:  # pandas' own
-        raise InputError(f"{file} is not a CSV ({error})") from None
-    if missing := [mode for mode in dataset.modes if mode not in table]:
-        raise InputError(f"{file} has no column {missing[0]}: it needs {', '.join(dataset.modes)}")
-    table, indices = table[dataset.modes], {}
+    table, indices = read_table(file, dataset.modes)[dataset.modes], {}
     for mode in dataset.modes:
         column, names = table[mode], getattr(dataset, "labels", {}).get(mode)
         if names:
@@ -91,8 +87,8 @@ def main() -> None:
         write(arguments.predictions, table.join(predict(module, cells)).to_csv(index=False, float_format="%.6g"))
     except OSError as error:
         sys.exit(f"error: {error.filename}: {error.strerror}")
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    except ValueError as error:  # InputError, or that of `read_table`
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

@@ -10,18 +10,19 @@ python src/report.py results/baselines.csv --compare results/paper.csv
                                                   print means beside published ones
 python src/report.py results/ented.csv --compare results/paper.csv --rivals results/baselines.csv
                                                   and beside the best of the rivals
-python src/report.py --figure RUN.png --run runs/flights/ented/rank=3/fold=0/seed=0
+python src/report.py runs/flights/ented/rank=3/fold=0/seed=0 --counts RUN.png
                                                   predicted and observed counts of a run
-python src/report.py --figure RUN.png --run runs/flights/ented/rank=3/fold=0/seed=0 --mode carrier
+python src/report.py runs/flights/ented/rank=3/fold=0/seed=0 --factors carrier FACTORS.png
                                                   its factors of a mode
 python src/report.py --renew README.md            renew the tables in a text, see `renew`
 """
 
 import argparse
+import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -42,7 +43,8 @@ from results import (
 )
 
 PAPER = Path(__file__).parent.parent / "results/paper.csv"
-PUBLISHED = ["dataset", "method", "rank", "metric", "mean", "std"]
+PAPER_COLUMNS = ["dataset", "method", "rank", "metric", "mean", "std"]
+STUDIES = Path("studies")
 TITLES = {
     "binary": "Binary tensors",
     "count": "Counts",
@@ -63,7 +65,8 @@ def write_report(arguments: argparse.Namespace) -> None:
     if arguments.csv:
         save(numbers, arguments.csv)
     numbers = numbers[numbers.protocol.isin(["paper", "holdout"])]
-    published = read_table(PAPER, PUBLISHED)
+    of_figures = figures_of(arguments)
+    published = read_table(PAPER, PAPER_COLUMNS)
     text = ["# Report", INTRODUCTION]
     for protocol, part in numbers.groupby("protocol"):
         cells = tables.cells(part, published)
@@ -80,45 +83,48 @@ def write_report(arguments: argparse.Namespace) -> None:
                 (folder / f"{name}.tex").write_text(tables.latex(table) + "\n")
                 table.to_csv(folder / f"{name}.csv", index=False)
                 text.append(f"### {TITLES[name]}\n\n{tables.markdown(table)}")
-    for name, table, figure in figures_of(arguments):
+    for name, table, figure in of_figures:
         table.to_csv(out / f"{name}.csv", index=False)
         for suffix in ("png", "pdf"):
             figures.save(figure(table), out / f"{name}.{suffix}")
-        text.append(f"## {name}\n\n![{name}]({name}.png)\n\n{figure.__doc__.strip()}")
+        text.append(f"## {name}\n\n![{name}]({name}.png)\n\n{inspect.getdoc(figure)}")
     (out / "report.md").write_text("\n\n".join(text) + "\n")
     runs, failures = (len(part.drop_duplicates(ABOUT)) for part in (finished(numbers), failed(numbers)))
     print(f"{out / 'report.md'}: {runs} finished runs" + (f", {failures} failed ones" if failures else ""))
 
 
-def figures_of(arguments: argparse.Namespace) -> Iterator[tuple[str, pd.DataFrame, Callable]]:
-    """The name, the numbers and the maker of each figure that there are numbers for."""
-    if arguments.convergence.exists():
-        yield "convergence", collect_epochs(arguments.convergence), figures.convergence
-    if arguments.inducing.exists():
-        source = arguments.inducing
-        yield "inducing", (collect_variants if source.is_dir() else collect)(source), figures.inducing
+def figures_of(arguments: argparse.Namespace) -> list[tuple[str, pd.DataFrame, Callable]]:
+    """The name, the numbers and the maker of each figure that there are numbers for, or that is asked for."""
+    found = []
+    for name, collect_study, figure in [
+        ("convergence", collect_epochs, figures.convergence),
+        ("inducing", collect_variants, figures.inducing),
+    ]:
+        asked_for, default = getattr(arguments, name), STUDIES / name
+        if asked_for or any(default.rglob("metrics.json")):
+            found.append((name, collect_study(asked_for or default), figure))
     sources = [arguments.calibration] if arguments.calibration else [s for s in arguments.source if s.is_dir()]
-    if sources:
-        bins = pd.concat(map(collect_calibration, sources))
-        if len(bins):
-            yield "calibration", bins, figures.calibration
+    bins = [collect_calibration(source) for source in sources]
+    if any((part.model == "ented").any() for part in bins):
+        found.append(("calibration", pd.concat(bins), figures.calibration))
+    return found
 
 
 def printed(arguments: argparse.Namespace) -> str:
     """The tables that are asked for, as Markdown."""
+    if arguments.rivals and not arguments.compare:
+        raise ValueError("--rivals goes with --compare")
     if arguments.variants and arguments.compare:
         raise ValueError("--variants and --compare: name the folder of one variant and leave --variants out")
-    if arguments.variants:
-        (source,) = arguments.source
-        numbers = collect_variants(source)
-    else:
-        numbers = collect_all(arguments.source)
+    if arguments.variants and len(arguments.source) > 1:
+        raise ValueError("--variants takes one folder of folders")
+    numbers = collect_variants(arguments.source[0]) if arguments.variants else collect_all(arguments.source)
     if arguments.csv:
         save(numbers, arguments.csv)
     numbers = finished(numbers)
     if not arguments.compare:
         return "\n\n".join(map(tables.markdown, tables.means(numbers)))
-    published = read_table(arguments.compare, PUBLISHED)
+    published = read_table(arguments.compare, PAPER_COLUMNS)
     if (numbers.protocol == "validation").any():
         raise ValueError(
             f"{arguments.source[0]} holds runs of protocol=validation, whose entries are not those of published "
@@ -138,6 +144,8 @@ def renew(file: Path) -> None:
     """
 
     def table(match: re.Match) -> str:
+        if "<!--" in match[0][4:].removesuffix("<!-- end -->"):
+            raise ValueError(f"{file}: <!-- end --> is missing after {match[1]}")
         arguments = parser().parse_args(shlex.split(match[2]))
         return f"{match[1]}\n{printed(arguments)}\n{match[3]}"
 
@@ -154,36 +162,38 @@ def renew(file: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    new.add_argument("source", nargs="*", type=Path, help="roots of run folders, runs by default, or CSVs of numbers")
+    runs = [Path("runs")]
+    new.add_argument(
+        "source", nargs="*", type=Path, default=runs, help="roots of run folders (runs), or CSVs of numbers"
+    )
     new.add_argument("--out", type=Path, default=Path("report"), help="folder for the report")
-    new.add_argument("--convergence", type=Path, default=Path("studies/convergence"), help="or a CSV, for its figure")
-    new.add_argument("--inducing", type=Path, default=Path("studies/inducing"), help="or a CSV, for its figure")
-    new.add_argument("--calibration", type=Path, help="run folders or a CSV, for its figure; of the sources by default")
+    new.add_argument("--convergence", type=Path, help="for its figure: studies/convergence, another folder, or a CSV")
+    new.add_argument("--inducing", type=Path, help="for its figure: studies/inducing, another folder, or a CSV")
+    new.add_argument("--calibration", type=Path, help="for its figure: the source, another folder, or a CSV")
     new.add_argument("--csv", type=Path, help="file for all numbers")
     new.add_argument("--table", action="store_true", help="only print the means of each method")
-    new.add_argument("--variants", action="store_true", help="the same; root holds a root for each variant")
+    new.add_argument("--variants", action="store_true", help="as --table; the source holds a root for each variant")
     new.add_argument("--compare", type=Path, help="print means beside those of a CSV of published ones")
     new.add_argument("--rivals", type=Path, help="with --compare: CSV or run folders of other methods")
-    new.add_argument("--figure", type=Path, help="file for the figure of one run")
-    new.add_argument("--run", type=Path, help="folder of that run")
-    new.add_argument("--mode", help="of the tensor, whose factors the figure shows")
+    new.add_argument("--counts", type=Path, metavar="FILE", help="only draw predicted and observed counts of a run")
+    new.add_argument("--factors", nargs=2, metavar=("MODE", "FILE"), help="only draw the factors of a mode of a run")
     new.add_argument("--renew", type=Path, nargs="+", metavar="TEXT", help="renew the tables in these texts")
     return new
 
 
 def main() -> None:
     arguments = parser().parse_args()
-    arguments.source = arguments.source or [Path("runs")]
+    run = arguments.source[0]
     try:
-        if arguments.rivals and not arguments.compare:
-            raise ValueError("--rivals goes with --compare")
         if arguments.renew:
             for file in arguments.renew:
                 renew(file)
-        elif arguments.figure:
-            draw = figures.factors(arguments.run, arguments.mode) if arguments.mode else figures.observed(arguments.run)
-            figures.save(draw, arguments.figure)
-        elif arguments.table or arguments.variants or arguments.compare:
+        elif arguments.counts:
+            figures.save(figures.observed(run), arguments.counts)
+        elif arguments.factors:
+            mode, file = arguments.factors
+            figures.save(figures.factors(run, mode), Path(file))
+        elif arguments.table or arguments.variants or arguments.compare or arguments.rivals:
             print(printed(arguments))
         else:
             write_report(arguments)

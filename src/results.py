@@ -24,7 +24,7 @@ def collect(source: Path) -> pd.DataFrame:
             spent = {"epochs": run["epochs"], "seconds": run["train_seconds"]}
             made = {"command": run["command"], "version": run["version"]}
             metrics = run["metrics"].items()
-        except KeyError as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{file} has no {error}: remove it, and start its run again") from None
         twin = folders.setdefault(tuple(cell.values()), file.parent)
         if twin != file.parent:
@@ -33,7 +33,10 @@ def collect(source: Path) -> pd.DataFrame:
             )
         rows += [{**cell, "metric": name, "value": value, **spent, **made} for name, value in metrics]
     for file in sorted(source.rglob("error.txt")):
-        cell = about(yaml.safe_load((file.parent / "config.yaml").read_text()))
+        try:
+            cell = about(yaml.safe_load((file.parent / "config.yaml").read_text()))
+        except (KeyError, TypeError, yaml.YAMLError):
+            raise ValueError(f"{file.parent / 'config.yaml'} is damaged: remove the folder") from None
         rows.append({**cell, "metric": FAILED, "error": file.read_text().partition("\n")[0]})
     if not rows:
         raise ValueError(f"no finished run below {source}")
@@ -42,9 +45,9 @@ def collect(source: Path) -> pd.DataFrame:
 
 def with_columns(numbers: pd.DataFrame) -> pd.DataFrame:
     """All columns of a table of numbers, empty where there is nothing, and those that it has besides."""
-    columns = [*ABOUT, "metric", "value", "epochs", "seconds", "command", "version"]
+    columns = [*ABOUT, "metric", "value", "epochs", "seconds", "command", "version", "error"]
     others = [column for column in numbers if column not in columns]
-    return numbers.reindex(columns=[*columns, *others, *({"error"} - set(others))]).astype({"rank": "Int64"})
+    return numbers.reindex(columns=columns + others).astype({"rank": "Int64"})
 
 
 def save(numbers: pd.DataFrame, file: Path) -> None:
@@ -54,18 +57,18 @@ def save(numbers: pd.DataFrame, file: Path) -> None:
 
 def collect_all(sources: list[Path]) -> pd.DataFrame:
     """The numbers of several sources, none of which may have a run of another."""
-    numbers = pd.concat([collect(source).assign(source=str(source)) for source in sources], ignore_index=True)
-    of_run = numbers.groupby(ABOUT, dropna=False).source.unique()
-    if len(twice := of_run[of_run.str.len() > 1]):
-        run = "  ".join(f"{key} {value}" for key, value in zip(ABOUT, twice.index[0], strict=True))
-        raise ValueError(f"{' and '.join(twice.iloc[0])} hold the same run ({run}): name one of them")
-    return numbers.drop(columns="source")
+    numbers = pd.concat(map(collect, sources), ignore_index=True)
+    of_row = [*ABOUT, "metric", *(["variant"] if "variant" in numbers else [])]
+    if (twice := numbers.duplicated(of_row)).any():
+        run = "  ".join(f"{key} {value}" for key, value in numbers.loc[twice.idxmax(), ABOUT].items())
+        raise ValueError(f"{', '.join(map(str, sources))}: two of these hold the same run ({run}): name one of them")
+    return numbers
 
 
 def collect_variants(source: Path) -> pd.DataFrame:
-    """The same of each folder in a folder that has a finished run, with the folder's name as `variant`."""
+    """The same of each folder in a folder that has a finished run, with the folder's name as `variant`; or the CSV."""
     if not source.is_dir():
-        raise ValueError(f"--variants: {source} is no folder of folders")
+        return with_columns(read_table(source, [*ABOUT, "metric", "value", "variant"]))
     folders = [folder for folder in sorted(source.iterdir()) if any(folder.rglob("metrics.json"))]
     if not folders:
         raise ValueError(f"no folder with a finished run in {source}")
@@ -79,10 +82,9 @@ def collect_epochs(source: Path) -> pd.DataFrame:
         return read_table(source, columns)
     parts = []
     for file in sorted(source.rglob("metrics.json")):
-        epochs = read_table(file.parent / "epochs.csv", ["epoch"])
+        epochs, run = read_table(file.parent / "epochs.csv", ["epoch"]), read_json(file)
         if "test_auc" in epochs:
-            cell = {key: read_json(file)[key] for key in ABOUT}
-            parts.append(epochs[["epoch", "test_auc"]].assign(**cell)[columns])
+            parts.append(epochs.assign(**{key: run[key] for key in columns[:5]})[columns])
     if not parts:
         raise ValueError(f"no finished run with callbacks=convergence on binary entries below {source}")
     return pd.concat(parts)

@@ -15,6 +15,7 @@ from results import failed, finished
 RUN = ["dataset", "model", "rank", "protocol", "missing"]
 BINARY = ["auc", "nll", "nll_plugin"]
 COUNTS = ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"]
+PLUGIN = {"binary": ["auc", "nll_plugin"], "count": ["rmse_plugin", "mape_plugin", "nll_plugin"]}
 PUBLISHED = {  # the paper's tables, in its definition of the metrics, which are the plug-in ones
     "binary": ["auc", "nll_plugin"],
     "count": ["rmse_plugin", "mape_plugin"],
@@ -22,8 +23,18 @@ PUBLISHED = {  # the paper's tables, in its definition of the metrics, which are
 }
 DATASETS = ["digg", "enron", "dblp", "jhu", "article", "ems"]
 METHODS = {
-    **{"gcp": "GCP", "bcp": "BCP", "sbtr": "SBTR", "ncpd": "NCPD", "bpcp": "BPCP", "vbgcp": "VBGCP", "mdtf": "MDTF"},
-    **{"costco": "CoSTCo", "main_effects": "main effects", "gptf": "GPTF", "gptf_pg": "GPTF-PG", "ented": "ENTED"},
+    "gcp": "GCP",
+    "bcp": "BCP",
+    "sbtr": "SBTR",
+    "ncpd": "NCPD",
+    "bpcp": "BPCP",
+    "vbgcp": "VBGCP",
+    "mdtf": "MDTF",
+    "costco": "CoSTCo",
+    "main_effects": "main effects",
+    "gptf": "GPTF",
+    "gptf_pg": "GPTF-PG",
+    "ented": "ENTED",
 }
 
 
@@ -83,8 +94,10 @@ def beside(numbers: pd.DataFrame, published: pd.DataFrame, rivals: pd.DataFrame)
     """
     published, rows = by_cell(published), []
     numbers, rivals = (table[table.missing == "masked"] for table in (numbers, rivals))
-    cells = numbers.sort_values("rank", kind="stable").groupby(["dataset", "rank", "model", "protocol"], dropna=False)
-    for (dataset, rank, model, protocol), cell in cells:
+    if numbers.empty:
+        raise ValueError("there is no run with missing=masked to compare")
+    groups = numbers.sort_values("rank", kind="stable").groupby(["dataset", "rank", "model", "protocol"], dropna=False)
+    for (dataset, rank, model, protocol), cell in groups:
         others = rivals[(rivals.dataset == dataset) & (rivals.protocol == protocol) & (rivals.model != model)]
         others = others[others["rank"].isna() | (others["rank"] == rank)]
         for metric in ["auc", "nll_plugin"] if (cell.metric == "auc").any() else ["rmse", "mape", "nll_plugin"]:
@@ -92,21 +105,27 @@ def beside(numbers: pd.DataFrame, published: pd.DataFrame, rivals: pd.DataFrame)
             of_metric = cell[cell.metric == metric]
             ours = of_metric.value.mean()
             paper = lookup(published, dataset, model, rank, name)
-            ahead = ["published"] if paper is not None and sign(metric) * ours < sign(metric) * paper["mean"] else []
-            by_model = (sign(metric) * others[others.metric == metric].groupby("model").value.mean()).sort_values()
+            ahead = ["published"] if paper is not None and better(metric, ours, paper["mean"]) else []
+            by_model = others[others.metric == metric].groupby("model").value.mean()
+            by_model = by_model.sort_values(ascending=metric != "auc")
             rival = p = None
             if len(by_model):
                 best = others[(others.model == by_model.index[0]) & (others.metric == metric)]
                 rival = f"{by_model.index[0]} {spread(best.value)}"
                 p = paired(of_metric, best)[2]
-                ahead += ["rivals"] if sign(metric) * ours < by_model.iloc[0] else []
+                ahead += ["rivals"] if better(metric, ours, by_model.iloc[0]) else []
             rows.append(
                 {
-                    **{"dataset": dataset, "rank": rank, "metric": name},
+                    "dataset": dataset,
+                    "rank": rank,
+                    "metric": name,
                     "published": None if paper is None else plus_minus(paper["mean"], paper["std"]),
                     model: spread(of_metric.value),
                     "plug-in": None if metric == "auc" else spread(cell[cell.metric == f"{name}_plugin"].value),
-                    **{"best rival": rival, "p": p, "ahead of": " and ".join(ahead) or "none", "runs": len(of_metric)},
+                    "best rival": rival,
+                    "p": p,
+                    "ahead of": " and ".join(ahead) or "none",
+                    "runs": len(of_metric),
                 }
             )
     return pd.DataFrame(rows).fillna("–")
@@ -115,26 +134,34 @@ def beside(numbers: pd.DataFrame, published: pd.DataFrame, rivals: pd.DataFrame)
 def cells(numbers: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
     """Our mean and standard deviation of every cell of the paper's tables, beside the published ones.
 
-    A cell is a dataset, a method, a rank and one of the metrics of `PUBLISHED`; a method without a rank has one for
-    each rank. `folds` counts those that are finished, `failed` those that failed. `numbers` are those of one protocol.
+    A cell is a dataset, a method, a rank and a plug-in metric; a method without a rank has one for each rank of its
+    dataset. `folds` are those that are finished, of the `of` that some method of the dataset has, and `failed` counts
+    the runs that failed. `numbers` are those of one protocol.
     """
     keys = ["dataset", "model", "rank"]
     published = by_cell(published)
     refuse_both_missing(finished(numbers))
-    of_all_ranks, ranks = numbers["rank"].isna(), numbers["rank"].dropna().unique()
-    numbers = pd.concat([numbers[~of_all_ranks], *(numbers[of_all_ranks].assign(rank=rank) for rank in ranks)])
+    published = published[published.index.isin(numbers.dataset, level="dataset")]
+    known = pd.concat([numbers[keys], published.reset_index()[keys]]).drop_duplicates()
+    ranks_of = known.dropna().groupby("dataset")["rank"].unique()
+    numbers = numbers.assign(
+        rank=[
+            ranks_of.get(dataset, ["all"]) if pd.isna(rank) else rank
+            for dataset, rank in zip(numbers.dataset, numbers["rank"], strict=True)
+        ]
+    ).explode("rank")
     binary = {*numbers[numbers.metric == "auc"].dataset, *published.query("metric == 'auc'").index.unique("dataset")}
-    here = published[published.index.isin(numbers.dataset, level="dataset")]
-    rows = pd.concat([numbers[keys], here.reset_index()[keys]]).drop_duplicates()
-    rows["metric"] = [PUBLISHED["binary"] if dataset in binary else COUNTS[3:] for dataset in rows.dataset]
+    rows = pd.concat([numbers[keys], published.reset_index()[keys]]).drop_duplicates()
+    rows["metric"] = [PLUGIN["binary" if dataset in binary else "count"] for dataset in rows.dataset]
     rows = rows.explode("metric").set_index([*keys, "metric"])
     ours = numbers.groupby([*keys, "metric"]).agg(
         mean=("value", lambda values: values.mean(skipna=False)), std=("value", "std"), folds=("fold", "nunique")
     )
-    failures = failed(numbers).groupby(keys).fold.nunique().rename("failed")
-    rows = rows.join(ours).join(here.rename(index=plugin, level="metric").add_prefix("published_"))
+    failures = failed(numbers).groupby(keys).size().rename("failed")
+    rows = rows.join(ours).join(published.rename(index=plugin, level="metric").add_prefix("published_"))
     rows = rows.reset_index().join(failures, on=keys).fillna({"folds": 0, "failed": 0})
-    return rows.astype({"folds": int, "failed": int})
+    rows = rows.astype({"folds": int, "failed": int})
+    return rows.assign(of=rows.groupby("dataset").folds.transform("max"))
 
 
 def published_tables(cells: pd.DataFrame, marked: bool = False) -> dict[str, pd.DataFrame]:
@@ -142,13 +169,12 @@ def published_tables(cells: pd.DataFrame, marked: bool = False) -> dict[str, pd.
 
     A table cell has our mean ± standard deviation, and the published ones in square brackets. The best of our means
     is bold; with `marked`, one that is further than two published standard deviations away has a + where it is better
-    and a - where it is worse. "failed" stands where all runs failed, "–" where there is none.
+    and a - where it is worse. Only means over all folds are bold or marked. "failed" stands where all runs failed, "–"
+    where there is none.
     """
-    best = cells.assign(signed=cells["mean"] * cells.metric.map(sign)).groupby(["dataset", "rank", "metric"]).signed
-    cells = cells.assign(
-        best=best.transform("min") == cells["mean"] * cells.metric.map(sign),
-        of=cells.groupby("dataset").folds.transform("max"),
-    )
+    signed = (cells["mean"] * cells.metric.map(sign)).where(complete(cells))
+    best = signed.groupby([cells.dataset, cells["rank"], cells.metric]).transform("min") == signed
+    cells = cells.assign(complete=complete(cells), best=best)
     cells["text"] = [cell_text(cell, marked) for cell in cells.itertuples()]
     binary, parts = set(cells[cells.metric == "auc"].dataset), {}
     for name, metrics in PUBLISHED.items():
@@ -159,22 +185,29 @@ def published_tables(cells: pd.DataFrame, marked: bool = False) -> dict[str, pd.
         wide = part.pivot(index=["dataset", "model"], columns=["metric", "rank"], values="text").fillna("–")
         order = in_order(part.dataset, DATASETS), in_order(part.model, METHODS)
         wide = wide.reindex([(d, m) for d in order[0] for m in order[1] if (d, m) in wide.index])
-        wide = wide[[(metric, rank) for metric in metrics for rank in sorted(part["rank"].unique())]]
+        ranks = sorted(part["rank"].unique(), key=lambda rank: (isinstance(rank, str), rank))
+        wide = wide[[(metric, rank) for metric in metrics for rank in ranks]]
         wide.columns = [f"{metric.removesuffix('_plugin').upper()}, rank {rank}" for metric, rank in wide.columns]
         parts[name] = wide.reset_index().replace({"model": METHODS}).rename(columns={"model": "method"})
     return parts
 
 
+def complete(cells: pd.DataFrame) -> pd.Series:
+    """Whether a cell's mean is one over all folds."""
+    return (cells.folds == cells.of) & (cells.failed == 0) & (cells.of > 0)
+
+
 def cell_text(cell, marked: bool) -> str:
-    """A row of `cells` as it stands in a table."""
-    if cell.folds:
+    """A row of `cells`, with `complete` and `best`, as it stands in a table."""
+    if not cell.folds:
+        text = "failed" if cell.failed else "–"
+    else:
         text = "undefined" if math.isnan(cell.mean) else plus_minus(cell.mean, cell.std)
         text = f"**{text}**" if cell.best else text
-        text += mark(cell.metric, cell.mean, cell.published_mean, cell.published_std) if marked else ""
-        if cell.folds < cell.of:
+        if not cell.complete:
             text += f" ({cell.folds} of {cell.of} folds" + (f", {cell.failed} failed)" if cell.failed else ")")
-    else:
-        text = "failed" if cell.failed else "–"
+        elif marked:
+            text += mark(cell.metric, cell.mean, cell.published_mean, cell.published_std)
     return (
         text if math.isnan(cell.published_mean) else f"{text} [{plus_minus(cell.published_mean, cell.published_std)}]"
     )
@@ -186,34 +219,43 @@ def paired_table(numbers: pd.DataFrame) -> pd.DataFrame:
     A difference above 0 means that ENTED is better, whichever way the metric goes.
     """
     rows = []
-    metrics = finished(numbers)[finished(numbers).metric.isin([*PUBLISHED["binary"], *COUNTS[3:]])]
-    ours = metrics[metrics.model == "ented"]
-    for (dataset, rank, metric), cell in ours.groupby(["dataset", "rank", "metric"]):
+    metrics = finished(numbers)
+    metrics = metrics[metrics.metric.isin([*PLUGIN["binary"], *PLUGIN["count"]])]
+    for (dataset, rank, metric), ours in metrics[metrics.model == "ented"].groupby(["dataset", "rank", "metric"]):
         others = metrics[(metrics.dataset == dataset) & (metrics.metric == metric) & (metrics.model != "ented")]
         others = others[others["rank"].isna() | (others["rank"] == rank)]
-        for model, other in others.groupby("model"):
-            folds, difference, p = paired(cell, other)
+        for model, theirs in others.groupby("model"):
+            folds, difference, p = paired(ours, theirs)
             rows.append(
                 {
-                    **{"dataset": dataset, "rank": rank, "metric": metric.removesuffix("_plugin")},
-                    **{"method": METHODS.get(model, model), "method's mean": spread(other.value)},
-                    **{"ENTED's mean": spread(cell.value), "difference": f"{sign(metric) * difference:.3f}"},
-                    **{"p": p or "–", "folds": folds},
+                    "dataset": dataset,
+                    "rank": rank,
+                    "metric": metric.removesuffix("_plugin"),
+                    "method": METHODS.get(model, model),
+                    "method's mean": spread(theirs.value),
+                    "ENTED's mean": spread(ours.value),
+                    "difference": f"{sign(metric) * difference:.3f}",
+                    "p": p or "–",
+                    "folds": folds,
                 }
             )
     return pd.DataFrame(rows)
 
 
 def rank_table(cells: pd.DataFrame) -> pd.DataFrame:
-    """The mean, over datasets and ranks, of a method's place among those that have a number there, 1 for the best.
+    """A method's mean place, 1 for the best, over the datasets and ranks where it has a number over all folds.
 
-    In brackets the number of places.
+    In brackets how many these are. Where a method has none, those behind it move up; where it stands alone, it has no
+    place.
     """
-    cells = cells[cells["mean"].notna()]
+    cells = cells[complete(cells) & cells["mean"].notna()]
+    groups = [cells.dataset, cells["rank"], cells.metric]
+    cells = cells[cells.model.groupby(groups).transform("size") > 1]
+    if cells.empty:
+        return pd.DataFrame()
     signed = cells["mean"] * cells.metric.map(sign)
     place = signed.groupby([cells.dataset, cells["rank"], cells.metric]).rank()
-    binary = cells.dataset.isin(cells[cells.metric == "auc"].dataset)
-    kind = binary.map({True: "binary", False: "counts"})
+    kind = cells.dataset.isin(cells[cells.metric == "auc"].dataset).map({True: "binary", False: "counts"})
     name = cells.metric.str.removesuffix("_plugin").str.upper() + ", " + kind
     text = place.groupby([cells.model, name]).agg(lambda places: f"{places.mean():.1f} ({len(places)})")
     wide = text.unstack().fillna("–")
@@ -224,6 +266,9 @@ def rank_table(cells: pd.DataFrame) -> pd.DataFrame:
 def time_table(numbers: pd.DataFrame) -> pd.DataFrame:
     """Mean seconds of the final fit of a run, for each method, dataset and rank."""
     runs = finished(numbers).drop_duplicates(["dataset", "model", "rank", "fold", "seed"])
+    runs = runs[runs.seconds.notna()]
+    if runs.empty:
+        return pd.DataFrame()
     text = runs.groupby(["dataset", "rank", "model"], dropna=False).seconds.agg(lambda seconds: f"{seconds.mean():.1f}")
     wide = text.unstack().fillna("–")
     wide = wide[in_order(wide.columns, METHODS)].loc[in_order(wide.index.unique(0), DATASETS)].reset_index()
@@ -266,6 +311,10 @@ def sign(metric: str) -> int:
     return -1 if metric == "auc" else 1
 
 
+def better(metric: str, ours: float, theirs: float) -> bool:
+    return sign(metric) * ours < sign(metric) * theirs
+
+
 def plugin(metric: str) -> str:
     """The published metrics are plug-in ones; an AUC is the same either way."""
     return metric if metric == "auc" else f"{metric}_plugin"
@@ -281,7 +330,7 @@ def mark(metric: str, ours: float, mean: float, std: float) -> str:
     """ " +" or " -" where two numbers are more than two standard deviations apart."""
     if not abs(ours - mean) > 2 * std:
         return ""
-    return " +" if sign(metric) * ours < sign(metric) * mean else " -"
+    return " +" if better(metric, ours, mean) else " -"
 
 
 def spread(values: pd.Series) -> str:
@@ -296,7 +345,7 @@ def plus_minus(mean: float, std: float) -> str:
 def markdown(table: pd.DataFrame) -> str:
     rows = table.astype(object).where(table.notna(), "").to_numpy()
     lines = [table.columns, ["---"] * len(table.columns), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(str(cell).replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
 def latex(table: pd.DataFrame) -> str:
@@ -309,6 +358,10 @@ def latex(table: pd.DataFrame) -> str:
 
 def tex(text: object) -> str:
     """A cell's text, with what LaTeX reads in another way replaced."""
-    text = re.sub(r"([&%#_{}])", r"\\\1", str(text))
+    text = re.sub(r"[&%#_{}$~^\\]", lambda sign: TEX.get(sign[0], "\\" + sign[0]), str(text))
     text = re.sub(r"\*\*(.*?)\*\*", r"\\textbf{\1}", text)
-    return text.replace("±", r"$\pm$").replace("–", "--").replace(" +", " $+$").replace(" -", " $-$")
+    text = re.sub(r" ([+-])(?= \[|$)", r" $\1$", text)  # the marks
+    return text.replace("±", r"$\pm$").replace("–", "--")
+
+
+TEX = {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}

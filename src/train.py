@@ -17,6 +17,7 @@ import sys
 import traceback
 import warnings
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 
 import hydra
 import pandas as pd
@@ -40,8 +41,8 @@ from experiment import Run, RunsFailed, accelerator, complete, parameters_in, pr
 
 log = logging.getLogger("ented")
 LARGE = 10**6  # entries or rows, from where on the additive model can take longer than the method
-HYDRAS = HydraException, OmegaConfBaseException  # what these raise is about the command line or the configuration
-FULL_ERROR = bool(os.environ.get("HYDRA_FULL_ERROR"))  # the user asks for tracebacks
+HYDRA_ERRORS = HydraException, OmegaConfBaseException  # what these raise is about the command line or the configuration
+FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR") == "1"  # the user asks for tracebacks
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
@@ -49,9 +50,10 @@ def main(cfg: DictConfig) -> None:
     be_quiet()
     try:
         train(cfg)
-    except (RunsFailed, InputError, *HYDRAS) as error:
+    except (RunsFailed, InputError, *HYDRA_ERRORS) as error:
         if isinstance(error, Busy) and cfg.methods and "rank" not in cfg.model:
-            return  # the cells of all ranks are one run, and another one is at it
+            log.info("%s: by another cell of this grid, or another command", title(cfg))
+            return  # the cells of all ranks are one run
         if FULL_ERROR:
             raise
         # torchrun's processes all find the same
@@ -83,18 +85,8 @@ def train(cfg: DictConfig) -> None:
     seeds = cfg.seed if several(cfg.seed) else [cfg.seed]
     cells = [config | {"fold": fold, "seed": seed} for seed in seeds for fold in folds]
     runs = [Run(cfg, cell, dataset, command(cell)) for cell in cells]
-    for run in runs:
-        if not cfg.force:
-            run.take_result()
-            continue
-        with run.folder.logging():
-            run.load()
     try:
-        if cfg.force:  # nothing is lost where the data of a run are not right
-            from_first(lambda: clear([run.folder for run in runs]))
-        for group in [runs] if cfg.replicas else [[run] for run in runs]:
-            if not all(run.result for run in group):
-                run_together(cfg, group)
+        finish(cfg, runs)
     finally:
         for run in runs:
             run.folder.unlock()
@@ -107,19 +99,38 @@ def train(cfg: DictConfig) -> None:
             summarise(cfg, [run for run in runs if run.config["seed"] == seed])
 
 
-def run_together(cfg: DictConfig, runs: list[Run]) -> None:
-    """Do what is missing of the runs. Where that fails, their folders say why, and the next runs can go on."""
+def finish(cfg: DictConfig, runs: list[Run]) -> None:
+    """Do what is missing of the runs; with force=true, all."""
+    for run in runs:
+        if not cfg.force:
+            run.take_result()
+            continue
+        with run.folder.logging():
+            run.load()
+    if cfg.force:  # nothing is lost where the data of a run are not right
+        from_first(lambda: clear([run.folder for run in runs]))
+    for group in [runs] if cfg.replicas else [[run] for run in runs]:
+        if not all(run.result for run in group):
+            finish_together(cfg, group)
+
+
+def finish_together(cfg: DictConfig, runs: list[Run]) -> None:
+    """Do what is missing of runs that are trained together, or of one.
+
+    A mistake in the data is raised, before anything is written. Where the fit fails, the folders of the runs say why,
+    and the next runs can go on.
+    """
     missing = [run for run in runs if not run.result]
     prepare(runs)
     try:
         complete(cfg, runs)
     except Exception as error:  # a mistake in the settings, memory that ran out, or an error in the code
-        for run in missing:
-            if not run.result:
-                run.folder.fail(one_line(error), traceback.format_exc())
-        if FULL_ERROR or processes() > 1:
+        unfinished = [run for run in missing if not run.result]
+        for run in unfinished:
+            run.folder.fail(one_line(error), traceback.format_exc())
+        if FULL_ERROR or processes() > 1 or not unfinished:
             raise
-        folders = ", ".join(str(run.folder.path) for run in missing if not run.result)
+        folders = ", ".join(str(run.folder.path) for run in unfinished)
         print(f"error: {one_line(error)} (error.txt in {folders})", file=sys.stderr)
     for run in missing:
         if run.result:
@@ -152,6 +163,8 @@ def check_together(cfg: DictConfig) -> None:
         )
     if cfg.model.get("sparse_gradients") and (cfg.replicas or cfg.trainer.strategy == "ddp"):
         raise InputError("model.sparse_gradients=true goes with one run at a time and one device")
+    if cfg.replicas and "convergence" in cfg.callbacks:
+        raise InputError(f"replicas={cfg.replicas}: callbacks=convergence goes with one run at a time")
     if cfg.replicas and (cfg.logger or cfg.trainer.strategy == "ddp"):
         raise InputError(f"replicas={cfg.replicas} goes with logger=csv and one device")
 
@@ -186,7 +199,8 @@ def compare(run: Run) -> None:
     mean = evaluate(effects.predictive(test.indices))
     rows = {run.cfg.model.name: run.result["metrics"]}
     if len(sample) == len(train) and max(len(train), sum(train.shape)) <= LARGE:
-        rows["main effects"] = evaluate(effects.fit(sample, epochs=500).predictive(test.indices))
+        with suppress(InputError):  # its optimum is not one of numbers
+            rows["main effects"] = evaluate(effects.fit(sample, epochs=500).predictive(test.indices))
     rows["overall mean"] = mean
     with run.folder.logging():
         log.info("%s", pd.DataFrame(rows).T.astype(float).to_string(float_format="{:.4f}".format))
@@ -230,7 +244,7 @@ def one_line(error: BaseException) -> str:
     while mistake is not None and not isinstance(mistake, InputError):
         mistake = mistake.__cause__  # Hydra wraps what an object that it makes raises
     text = " ".join(str(mistake or error).split())
-    return text if mistake or isinstance(error, HYDRAS) else f"{type(error).__name__}: {text}"
+    return text if mistake or isinstance(error, HYDRA_ERRORS) else f"{type(error).__name__}: {text}"
 
 
 def be_quiet() -> None:
@@ -264,9 +278,9 @@ if __name__ == "__main__":
             "error: a process of the grid was killed, perhaps because memory ran out: give fewer jobs=; "
             "what was finished stays, and the command goes on where this one was"
         )
-    except HYDRAS as error:
+    except HYDRA_ERRORS as error:
         sys.exit(f"error: {one_line(error)}")
     except ValueError as error:
-        if not str(error).startswith("Config group override"):  # Hydra's, for dataset=null
+        if not str(error).startswith(("Config group override", "n_jobs")):  # Hydra's, for dataset=null; joblib's
             raise
         sys.exit(f"error: {error}")

@@ -169,7 +169,12 @@ def test_slurm_jobs(command, tiny, monkeypatch, tmp_path):  # noqa: F811
     assert "#SBATCH --partition=short" in (tmp_path / "bin/sbatch.script").read_text()
 
 
-def test_every_process_has_the_gpu_that_the_fewest_others_have(monkeypatch, tmp_path):
+def test_every_process_has_a_gpu_for_itself_while_there_are_enough(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    taken = []
+    monkeypatch.setattr("ented.distributed._taken", taken)
     # each call is another process's
-    assert [own_gpu.__wrapped__(2) for _ in range(5)] == [0, 1, 0, 1, 0]
+    assert [own_gpu.__wrapped__(3) for _ in range(3)] == [0, 1, 2]
+    assert own_gpu.__wrapped__(3) in range(3)
+    taken[1].release()  # as its end does
+    assert own_gpu.__wrapped__(3) == 1

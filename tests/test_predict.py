@@ -73,7 +73,7 @@ def test_mistakes_end_with_one_line(command, predict, tiny):  # noqa: F811
         Path(name).write_text(text)
     (tiny / "run").mkdir()
     for arguments, message in [
-        ([tiny / "run", "few.csv", "out.csv"], "run has no metrics.json"),
+        ([tiny / "run", "few.csv", "out.csv"], "run is not the folder of a finished run"),
         ([run, "few.csv", "out.csv"], "few.csv has no column c: it needs a, b, c"),
         ([run, "outside.csv", "out.csv"], "outside.csv: row 1, mode 2: index 4 is outside"),
         ([run, "half.csv", "out.csv"], "half.csv: row 0, mode 1: index 0.5 is not an integer"),

@@ -3,7 +3,6 @@
 And those of a grid, which share the GPUs of a machine.
 """
 
-import itertools
 import os
 import tempfile
 from functools import cache
@@ -81,18 +80,18 @@ def all_reduce(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True))
 
 
+_taken: list[FileLock] = []  # a lock that nothing refers to would be released
+
+
 @cache
 def own_gpu(gpus: int) -> int:
-    """The GPU that the fewest other processes of this user have taken. It is this one's until it ends."""
-    for turn in itertools.count():
-        gpu = turn % gpus
-        lock = FileLock(Path(tempfile.gettempdir()) / f"ented-{os.getuid()}-gpu-{gpu}-{turn // gpus}.lock")
+    """A GPU that no other process of this user has taken, where there is one; it is this one's until it ends."""
+    for gpu in range(gpus):
+        lock = FileLock(Path(tempfile.gettempdir()) / f"ented-{os.getuid()}-gpu-{gpu}.lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
             continue
         _taken.append(lock)
         return gpu
-
-
-_taken: list[FileLock] = []  # a lock that nothing refers to is released
+    return os.getpid() % gpus

@@ -199,6 +199,15 @@ def about(config: dict) -> dict[str, object]:
     }
 
 
+def needs(folder: Path, *names: str) -> None:
+    """Raise InputError where the folder of a finished run lacks one of these files."""
+    if not (folder / "metrics.json").exists():
+        raise InputError(f"{folder} is not the folder of a finished run")
+    for name in names:
+        if not (folder / name).exists():
+            raise InputError(f"{folder} has lost its {name}: run its command again with force=true")
+
+
 def clear(folders: list[RunFolder]) -> None:
     """Remove what the folders hold, if no other command has one of them."""
     for folder in folders:

@@ -9,11 +9,11 @@ train: $(VENV)/installed
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto $(ARGS)
 
-# report/, and the tables in the texts, from results/
+# report/, and the tables in the texts and the notebook, from results/
 report: $(VENV)/installed
-	$(VENV)/bin/python src/report.py results/baselines.csv results/ented.csv --calibration results/calibration.csv \
-		--convergence results/convergence.csv --inducing results/inducing.csv
+	$(VENV)/bin/python src/report.py results/baselines.csv results/ented.csv --calibration results/calibration.csv
 	$(VENV)/bin/python src/report.py --renew README.md results/baselines.md results/ented.md results/ablation.md
+	$(VENV)/bin/python -m pytest --nbmake --overwrite notebooks/benchmark.ipynb
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -59,7 +56,8 @@ def convergence(epochs: pd.DataFrame) -> Figure:
 
 def inducing(numbers: pd.DataFrame) -> Figure:
     """Plug-in RMSE, and seconds of an epoch, against the number of inducing points, which is the column `variant`."""
-    numbers = numbers[numbers.metric == "rmse_plugin"].assign(points=numbers.variant.astype(int))
+    numbers = numbers[numbers.metric == "rmse_plugin"]
+    numbers = numbers.assign(points=numbers.variant.astype(int))
     if len(numbers[["dataset", "rank"]].drop_duplicates()) != 1:
         raise ValueError("the figure of inducing points is of runs of counts on one dataset at one rank")
     numbers = numbers.assign(epoch_seconds=numbers.seconds / numbers.epochs)
@@ -75,7 +73,7 @@ def inducing(numbers: pd.DataFrame) -> Figure:
     time.set(xscale="log", yscale="log", xlabel="inducing points", ylabel="seconds of an epoch", title=title)
     for panel in (error, time):
         panel.set_xticks(points := sorted(numbers.points.unique()), map(str, points))
-        panel.minorticks_off()
+        panel.xaxis.minorticks_off()
     error.legend(fontsize=8, frameon=False)
     return figure
 

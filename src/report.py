@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib
 import pandas as pd
 
 import figures
@@ -184,6 +185,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = parser().parse_args()
     run = arguments.source[0]
+    matplotlib.use("Agg")  # for files only
     try:
         if arguments.renew:
             for file in arguments.renew:

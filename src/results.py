@@ -72,7 +72,7 @@ def collect_variants(source: Path) -> pd.DataFrame:
     folders = [folder for folder in sorted(source.iterdir()) if any(folder.rglob("metrics.json"))]
     if not folders:
         raise ValueError(f"no folder with a finished run in {source}")
-    return pd.concat([collect(folder).assign(variant=folder.name) for folder in folders])
+    return pd.concat([collect(folder).assign(variant=folder.name) for folder in folders], ignore_index=True)
 
 
 def collect_epochs(source: Path) -> pd.DataFrame:

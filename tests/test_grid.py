@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 import pandas as pd
 import pytest
+from filelock import FileLock
 from hydra import compose, initialize_config_dir
 from joblib.externals.loky import get_reusable_executor
 from test_train import TINY, binary, command, finished, tiny  # noqa: F401
@@ -93,6 +94,19 @@ def test_the_test_metrics_of_every_epoch(command, tiny):  # noqa: F811
         epochs, metrics = pd.read_csv(run / "epochs.csv"), json.loads((run / "metrics.json").read_text())["metrics"]
         assert epochs.test_auc.notna().all()
         assert {name: epochs[f"test_{name}"].iloc[-1] for name in metrics} == pytest.approx(metrics)
+
+
+def test_a_method_without_a_rank_is_one_run_of_the_benchmark(command, tiny):  # noqa: F811
+    """While another cell is at it, that of another rank has nothing to do."""
+    settings = [*binary(tiny), "model=main_effects", "fold=0"]
+    run = tiny.parent / "runs/ones/main_effects/fold=0/seed=0"
+    run.parent.mkdir(parents=True)
+    with FileLock(run.with_name(".seed=0.lock")):
+        code, out, err = command(*settings, "methods={binary:[main_effects],count:[]}")
+        assert code == 0 and not err and "by another cell of this grid" in out
+        code, _, err = command(*settings)
+        assert code == 1 and "another command works on this run" in err
+    assert not finished(Path("runs"))
 
 
 @pytest.fixture

@@ -82,6 +82,7 @@ def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, mon
     [
         (["model=gptf"], "replicas=folds is for model=ented and gptf_pg, not gptf"),
         (["logger=wandb"], "replicas=folds goes with logger=csv and one device"),
+        (["callbacks=convergence"], "callbacks=convergence goes with one run at a time"),
         (["trainer=ddp"], "replicas=folds goes with logger=csv and one device"),
         (["model.sparse_gradients=true"], "model.sparse_gradients=true goes with one run at a time and one device"),
         (["lr=[0.1,0.2]", "protocol=paper"], "only protocol=holdout and validation choose one of several"),

@@ -10,6 +10,10 @@ import yaml
 from matplotlib.pyplot import imread
 from test_train import Command
 
+import figures
+from results import collect_calibration, collect_epochs, collect_variants
+from tables import tex
+
 
 @pytest.fixture
 def report(capfd) -> Command:
@@ -106,7 +110,7 @@ def test_variants_are_told_apart(report, tmp_path):
     assert report(tmp_path / "all.csv", "--table") == (0, out, "")
     (tmp_path / "nothing").mkdir()
     assert "no folder with a finished run in" in report(tmp_path / "nothing", "--variants")[2]
-    assert "is no folder of folders" in report(tmp_path / "all.csv", "--variants")[2]
+    assert "takes one folder" in report(tmp_path, tmp_path, "--variants")[2]
     published = tmp_path / "paper.csv"
     published.write_text("dataset,method,rank,metric,mean,std\n")
     assert "leave --variants out" in report(tmp_path, "--variants", "--compare", published)[2]
@@ -184,10 +188,10 @@ def test_the_papers_tables(report, runs, tmp_path):
     assert table["method"] == ["RMSE, rank 3", "RMSE, rank 5", "RMSE, rank 10"] + [
         f"MAPE, rank {rank}" for rank in (3, 5, 10)
     ]
-    assert table["ENTED"][0] == "0.300 ± 0.000 [0.305 ± 0.049]"
+    assert table["ENTED"][0] == "**0.300 ± 0.000** [0.305 ± 0.049]"
     # 0.33 is 8.1 published deviations below 0.728; 0.014 is the sample deviation of 0.32 and 0.34
     assert table["GCP"][0] == "0.330 ± 0.014 + [0.728 ± 0.049]"
-    assert table["BPCP"][0] == "**0.290** + (1 of 2 folds, 1 failed) [0.722 ± 0.082]"
+    assert table["BPCP"][0] == "0.290 (1 of 2 folds, 1 failed) [0.722 ± 0.082]"
     assert table["NCPD"][0] == "failed [0.835 ± 0.029]" and table["VBGCP"][0] == "– [0.345 ± 0.064]"
     assert table["ENTED"][1] == "– [0.319 ± 0.056]" and "digg" not in (tmp_path / "report/report.md").read_text()
     assert rows(tmp_path / "report/paper/count_nll.md")["ENTED"][0] == "**2.700 ± 0.000** + [2.950 ± 0.050]"
@@ -207,7 +211,8 @@ def test_the_tables_beside(report, runs, tmp_path):
     assert paired.loc[("rmse", "BPCP")][["difference", "p", "folds"]].tolist() == [-0.01, "–", 1]
     ranks = rows(tmp_path / "report/paper/ranks.md")
     assert ranks["method"] == ["MAPE, counts", "NLL, counts", "RMSE, counts"]
-    assert ranks["ENTED"] == ["2.0 (1)", "1.0 (1)", "2.0 (1)"] and ranks["BPCP"] == ["2.0 (1)", "2.0 (1)", "1.0 (1)"]
+    assert ranks["ENTED"] == ["1.5 (1)", "1.0 (1)", "1.0 (1)"] and ranks["GCP"] == ["1.5 (1)", "2.0 (1)", "2.0 (1)"]
+    assert "BPCP" not in ranks  # one of its folds failed
     time = pd.read_csv(tmp_path / "report/paper/time.csv")
     assert time.columns.tolist() == ["dataset", "rank", "GCP", "BPCP", "ENTED"]
     assert time.iloc[0].tolist() == ["ems", 3, 1.5, 1.0, 1.5]
@@ -223,6 +228,7 @@ def test_a_report_from_tables_of_numbers_is_the_same(report, runs, tmp_path):
         assert (tmp_path / "runs-report" / file).read_bytes() == (tmp_path / "csv-report" / file).read_bytes(), file
     code, _, err = report(runs, tmp_path / "all.csv", "--out", tmp_path / "both")
     assert code == 1 and "hold the same run" in err and err.count("\n") == 1
+    assert "hold the same run" in report(runs, runs, "--table")[2]
 
 
 def test_renewed_tables(report, runs, tmp_path):
@@ -236,40 +242,120 @@ def test_renewed_tables(report, runs, tmp_path):
     text.write_text("nothing")
     code, _, err = report("--renew", text)
     assert code == 1 and "has no table to renew" in err
+    lost_end = f"{comment}\nprecious\n{comment}\n<!-- end -->\n"
+    text.write_text(lost_end)
+    code, _, err = report("--renew", text)
+    assert code == 1 and "<!-- end --> is missing" in err and text.read_text() == lost_end
 
 
-def test_figures_of_the_report(report, tmp_path):
+def test_a_report_of_failed_runs_only(report, tmp_path):
+    fail_run(tmp_path / "runs", "ems", 0, "gcp")
+    code, _, err = report(tmp_path / "runs", "--out", tmp_path / "report")
+    assert code == 0, err
+    assert rows(tmp_path / "report/paper/count.md")["GCP"][0] == "failed [0.728 ± 0.049]"
+
+
+def test_a_method_without_a_rank_has_those_of_its_dataset(report, tmp_path):
+    """Of the published tables and ours; of a dataset without any, all are one."""
+    for dataset, ranks in {"ems": (3, 20), "flights": ()}.items():
+        for model, rank in [("main_effects", None), *(("ented", rank) for rank in ranks)]:
+            run = write_run(tmp_path / f"runs/{rank}", dataset, 0, {"rmse_plugin": 0.5}, model)
+            metrics = json.loads((run / "metrics.json").read_text())
+            (run / "metrics.json").write_text(json.dumps(metrics | {"rank": rank}))
+    code, _, err = report(tmp_path / "runs", "--out", tmp_path / "report")
+    assert code == 0, err
+    cells = pd.read_csv(tmp_path / "report/paper/cells.csv").query(
+        "model == 'main_effects' and metric == 'rmse_plugin'"
+    )
+    assert cells[cells["mean"].notna()].groupby("dataset")["rank"].apply(set).to_dict() == {
+        "ems": {"3", "5", "10", "20"},
+        "flights": {"all"},
+    }
+    # it is compared where somebody else has a number
+    assert rows(tmp_path / "report/paper/ranks.md")["main effects"] == ["1.5 (2)"]
+
+
+def test_the_seeds_of_a_fold_are_counted(report, tmp_path):
+    """A mean of which a seed is missing is not taken for a whole one."""
+    for seed in range(2):
+        run = write_run(tmp_path / f"runs/{seed}", "dblp", 0, {"auc": 0.9})
+        metrics = json.loads((run / "metrics.json").read_text())
+        (run / "metrics.json").write_text(json.dumps(metrics | {"seed": seed}))
+    fail_run(tmp_path / "runs/2", "dblp", 0, "ented")
+    assert report(tmp_path / "runs", "--out", tmp_path / "report")[0] == 0
+    assert rows(tmp_path / "report/paper/binary.md")["ENTED"][0].startswith("0.900 ± 0.000 (1 of 1 folds, 1 failed)")
+
+
+def test_text_that_latex_reads_in_another_way():
+    assert tex("a_b & 2^32 -1 | 50%") == r"a\_b \& 2\textasciicircum{}32 -1 | 50\%"
+    assert tex("**0.5 ± 0.1** - [0.7 ± 0.1]") == r"\textbf{0.5 $\pm$ 0.1} $-$ [0.7 $\pm$ 0.1]"
+
+
+@pytest.fixture
+def studies(tmp_path) -> Path:
     random = np.random.default_rng(0)
     for fold in range(2):
         for model in ("ented", "gcp"):
             run = write_run(tmp_path / "convergence", "digg", fold, {"auc": 0.8}, model)
-            epochs = pd.DataFrame({"epoch": [1, 2, 3], "test_auc": random.uniform(0.5, 1, 3)})
-            epochs.to_csv(run / "epochs.csv", index=False)
+            epochs = pd.DataFrame({"epoch": [1, 2, 3], "test_auc": [0.5 + 0.1 * fold, 0.6, 0.7]})
+            epochs.head(3 - fold).to_csv(run / "epochs.csv", index=False)
         for points in (8, 64):
-            write_run(tmp_path / f"inducing/{points}", "article", fold, {"rmse_plugin": 0.6})
+            write_run(tmp_path / f"inducing/{points}", "article", fold, {"nll": 1.0, "rmse_plugin": 0.6 + 0.1 * fold}, seconds=10)
+        p = np.sort(random.uniform(size=100))
         run = write_run(tmp_path / "runs", "digg", fold, {"auc": 0.8, "nll_plugin": 0.5})
-        p = random.uniform(size=100)
-        test = pd.DataFrame({"value": random.uniform(size=100) < p, "mean": p, "lower": p, "upper": p})
+        test = pd.DataFrame({"value": (random.uniform(size=100) < p).astype(int), "mean": p, "lower": p, "upper": p})
+        test.sample(frac=1, random_state=0).to_csv(run / "predictions.csv", index=False)
+        run = write_run(tmp_path / "runs", "ems", fold, {"rmse_plugin": 0.5})
+        test = pd.DataFrame({"value": [1, 2, 9, 4] * 10, "mean": np.arange(40.0), "lower": 2, "upper": 4})
         test.to_csv(run / "predictions.csv", index=False)
-    sources = ["--convergence", tmp_path / "convergence", "--inducing", tmp_path / "inducing"]
-    out = tmp_path / "report"
-    code, _, err = report(tmp_path / "runs", "--out", out, *sources)
+    return tmp_path
+
+
+def test_the_numbers_of_the_figures(studies):
+    bins = collect_calibration(studies / "runs").set_index("dataset")
+    of_digg, of_ems = bins.loc["digg"], bins.loc["ems"]
+    assert len(of_digg) == len(of_ems) == 20 and of_digg.entries.sum() == 200
+    tests = pd.concat(pd.read_csv(file) for file in (studies / "runs/digg").rglob("predictions.csv"))
+    lowest = tests.nsmallest(10, "mean")  # a twentieth
+    assert of_digg.predicted.iloc[0] == pytest.approx(lowest["mean"].mean())
+    assert of_digg.observed.iloc[0] == pytest.approx(lowest.value.mean())
+    # of 1, 2, 9, 4 from 2 to 4 are the second and the fourth; a bin has two numbers of each of two folds
+    assert of_ems.observed.tolist() == [0.5] * 20 and of_ems.entries.tolist() == [4] * 20
+    epochs = collect_epochs(studies / "convergence")
+    assert len(epochs) == 10 and set(epochs.model) == {"ented", "gcp"}
+
+
+def test_figures_show_what_they_say(studies):
+    """Mean and deviation over folds, of which the shorter one keeps its last value; seconds of an epoch."""
+    panel = figures.convergence(collect_epochs(studies / "convergence")).axes[0]
+    ented = next(line for line in panel.lines if line.get_label() == "ENTED")
+    assert ented.get_ydata() == pytest.approx([0.55, 0.6, 0.65])
+    error, time = figures.inducing(collect_variants(studies / "inducing")).axes
+    assert error.lines[0].get_xdata().tolist() == [8, 64] and error.lines[0].get_ydata() == pytest.approx([0.65] * 2)
+    assert time.lines[0].get_ydata() == pytest.approx([2, 2])  # 10 seconds, 5 epochs
+    binary, counts = figures.calibration(collect_calibration(studies / "runs")).axes
+    assert counts.lines[0].get_ydata() == pytest.approx([0.5] * 20) and len(binary.lines[0].get_xdata()) == 20
+
+
+def test_figures_of_the_report(report, studies, monkeypatch):
+    monkeypatch.chdir(studies)
+    (studies / "studies/inducing/8").mkdir(parents=True)  # one that was just begun
+    code, _, err = report("runs", "--out", "without")
     assert code == 0, err
+    assert {file.name for file in Path("without").glob("*.png")} == {"calibration.png"}
+    sources = ["--convergence", "convergence", "--inducing", "inducing"]
+    code, _, err = report("runs", "--out", "report", *sources)
+    assert code == 0, err
+    out = Path("report")
     for name in ("convergence", "inducing", "calibration"):
         assert imread(out / f"{name}.png").std() > 0 and (out / f"{name}.pdf").read_bytes().startswith(b"%PDF")
-    bins = pd.read_csv(out / "calibration.csv")
-    assert len(bins) == 20 and bins.entries.sum() == 200 and (bins.observed - bins.predicted).abs().mean() < 0.2
-    inducing = pd.read_csv(out / "inducing.csv")
-    assert inducing.variant.tolist() == [64, 64, 8, 8]
-    assert len(pd.read_csv(out / "convergence.csv")) == 12
+        assert f"![{name}]({name}.png)" in (out / "report.md").read_text()
     # their CSVs make the same figures
-    again = ["--convergence", out / "convergence.csv", "--inducing", out / "inducing.csv"]
-    code, _, err = report(
-        tmp_path / "runs", "--out", tmp_path / "again", *again, "--calibration", out / "calibration.csv"
-    )
+    again = [part for name in ("convergence", "inducing", "calibration") for part in (f"--{name}", out / f"{name}.csv")]
+    code, _, err = report("runs", "--out", "again", *again)
     assert code == 0, err
     for name in ("convergence", "inducing", "calibration"):
-        assert (out / f"{name}.png").read_bytes() == (tmp_path / "again" / f"{name}.png").read_bytes()
+        assert (out / f"{name}.png").read_bytes() == (Path("again") / f"{name}.png").read_bytes()
 
 
 def test_mistakes_end_with_one_line(report, tmp_path):
@@ -283,7 +369,10 @@ def test_mistakes_end_with_one_line(report, tmp_path):
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut/metrics.json").write_text("")
     (tmp_path / "published.csv").write_text("dataset,model\n")
-    lost = write_run(tmp_path / "runs", "jhu", 0, {"rmse": 0.5})
+    binary = write_run(tmp_path / "runs", "enron", 0, {"auc": 0.5})
+    (binary / "predictions.csv").write_text("title,value,mean\n0,1,0.5\n")
+    fail_run(tmp_path / "failed", "digg", 0, "gcp")
+    next((tmp_path / "failed").rglob("config.yaml")).write_text("")
     for arguments, message in [
         ([tmp_path / "empty"], "no finished run"),
         ([tmp_path / "nowhere", "--out", tmp_path / "report"], "nowhere: No such file"),
@@ -292,11 +381,17 @@ def test_mistakes_end_with_one_line(report, tmp_path):
         ([tmp_path / "published.csv"], "published.csv has no column rank"),
         ([tmp_path / "runs", "--compare", tmp_path / "published.csv"], "published.csv has no column method"),
         ([tmp_path / "runs", "--compare", report.script], "report.py is not a CSV"),
-        (["--figure", tmp_path / "x.png", "--run", lost], "lost its predictions.csv"),
         ([tmp_path / "runs", "--table", "--csv", tmp_path / "nowhere/all.csv"], "nowhere"),
-        (["--figure", tmp_path / "x.png"], "--run"),
-        (["--figure", tmp_path / "x.png", "--run", run], "binary"),
-        (["--figure", tmp_path / "x.png", "--run", point], "without quantiles"),
+        ([tmp_path, "--counts", tmp_path / "x.png"], "is not the folder of a finished run"),
+        ([run, "--counts", tmp_path / "x.png"], "lost its predictions.csv"),
+        ([binary, "--counts", tmp_path / "x.png"], "binary"),
+        ([point, "--counts", tmp_path / "x.png"], "without quantiles"),
+        ([point, "--factors", "mode", tmp_path / "x.png"], "lost its last.ckpt"),
+        (
+            [tmp_path / "runs", "--calibration", tmp_path / "no.csv", "--out", tmp_path / "report"],
+            "no.csv: No such file",
+        ),
+        ([tmp_path / "failed"], "config.yaml is damaged"),
     ]:
         code, out, err = report(*arguments)
         assert code == 1 and not out and err.startswith("error: ") and err.count("\n") == 1, err

@@ -300,7 +300,13 @@ def studies(tmp_path) -> Path:
             epochs = pd.DataFrame({"epoch": [1, 2, 3], "test_auc": [0.5 + 0.1 * fold, 0.6, 0.7]})
             epochs.head(3 - fold).to_csv(run / "epochs.csv", index=False)
         for points in (8, 64):
-            write_run(tmp_path / f"inducing/{points}", "article", fold, {"nll": 1.0, "rmse_plugin": 0.6 + 0.1 * fold}, seconds=10)
+            write_run(
+                tmp_path / f"inducing/{points}",
+                "article",
+                fold,
+                {"nll": 1.0, "rmse_plugin": 0.6 + 0.1 * fold},
+                seconds=10,
+            )
         p = np.sort(random.uniform(size=100))
         run = write_run(tmp_path / "runs", "digg", fold, {"auc": 0.8, "nll_plugin": 0.5})
         test = pd.DataFrame({"value": (random.uniform(size=100) < p).astype(int), "mean": p, "lower": p, "upper": p})

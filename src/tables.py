@@ -59,13 +59,13 @@ def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> dict[str, pd.D
     protocol=paper that is further than two published standard deviations away is marked: + where it is better,
     - where it is worse.
     """
+    refuse_both_missing(numbers)
     published, parts = by_cell(published), {}
     for dataset in numbers.dataset.unique():
         part = numbers[numbers.dataset == dataset].sort_values(["model", "rank"], kind="stable")
         metrics = ["auc", "nll"] if (part.metric == "auc").any() else ["rmse", "mape", "nll"]
         rows = []
         for (model, rank), cell in part.groupby(["model", "rank"], dropna=False, sort=False):
-            refuse_both_missing(cell)
             row = {"model": model, "rank": "" if pd.isna(rank) else rank}
             for metric in metrics:
                 paper = lookup(published, dataset, model, rank, metric)
@@ -199,18 +199,17 @@ def complete(cells: pd.DataFrame) -> pd.Series:
 
 def cell_text(cell, marked: bool) -> str:
     """A row of `cells`, with `complete` and `best`, as it stands in a table."""
-    if not cell.folds:
-        text = "failed" if cell.failed else "–"
-    else:
-        text = "undefined" if math.isnan(cell.mean) else plus_minus(cell.mean, cell.std)
-        text = f"**{text}**" if cell.best else text
+    ours, note, published = "failed" if cell.failed else "–", "", ""
+    if cell.folds:
+        ours = "undefined" if math.isnan(cell.mean) else plus_minus(cell.mean, cell.std)
+        ours = f"**{ours}**" if cell.best else ours
         if not cell.complete:
-            text += f" ({cell.folds} of {cell.of} folds" + (f", {cell.failed} failed)" if cell.failed else ")")
+            note = f" ({cell.folds} of {cell.of} folds" + (f", {cell.failed} failed)" if cell.failed else ")")
         elif marked:
-            text += mark(cell.metric, cell.mean, cell.published_mean, cell.published_std)
-    return (
-        text if math.isnan(cell.published_mean) else f"{text} [{plus_minus(cell.published_mean, cell.published_std)}]"
-    )
+            note = mark(cell.metric, cell.mean, cell.published_mean, cell.published_std)
+    if not math.isnan(cell.published_mean):
+        published = f" [{plus_minus(cell.published_mean, cell.published_std)}]"
+    return ours + note + published
 
 
 def paired_table(numbers: pd.DataFrame) -> pd.DataFrame:
@@ -254,7 +253,7 @@ def rank_table(cells: pd.DataFrame) -> pd.DataFrame:
     if cells.empty:
         return pd.DataFrame()
     signed = cells["mean"] * cells.metric.map(sign)
-    place = signed.groupby([cells.dataset, cells["rank"], cells.metric]).rank()
+    place = signed.groupby(groups).rank()
     kind = cells.dataset.isin(cells[cells.metric == "auc"].dataset).map({True: "binary", False: "counts"})
     name = cells.metric.str.removesuffix("_plugin").str.upper() + ", " + kind
     text = place.groupby([cells.model, name]).agg(lambda places: f"{places.mean():.1f} ({len(places)})")

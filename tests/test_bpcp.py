@@ -126,7 +126,7 @@ def test_the_predictive_has_the_moments_of_samples():
     predictive = model.predictive(test.indices)
     spread = counts.std(0)
     assert ((predictive.mean - counts.mean(0)).abs() < 5 * spread / 20_000**0.5 + 1e-9).all()
-    std = predictive.columns(test.values)["std"]
+    std = predictive.columns()["std"]
     torch.testing.assert_close(std, spread, rtol=0.15, atol=0.02)  # the fourth moments are large
     # a probability of zero that is right to a hundredth, under a rate that is no gamma variable
     torch.testing.assert_close(

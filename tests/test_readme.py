@@ -68,6 +68,12 @@ def test_the_tables_are_those_of_the_results(monkeypatch, tmp_path, capfd, text)
     assert copy.read_text() == (ROOT / text).read_text()
 
 
+def test_the_variants_of_the_ablation_are_those_that_there_are():
+    table = pd.read_csv(ROOT / "results/ablation.csv")
+    assert set(table.variant) <= {file.stem for file in (ROOT / "conf/variant").glob("*.yaml")}
+    assert all(f"variant={row.variant} " in row.command for row in table.itertuples())
+
+
 def test_the_rows_of_the_flights_tensor(float64):
     rows = {line[4:17].strip(): line[17:].split() for line in README.splitlines() if line.startswith("    ")}
     names = rows[""]

@@ -17,14 +17,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ented.datamodule import COODataModule, batch_sizes
 from ented.datasets import Dataset, Stream
-from ented.distributed import from_first, is_distributed, is_first, own_gpu, processes, processes_of_node
+from ented.distributed import from_first, is_distributed, own_gpu, processes, processes_of_node
 from ented.gaussian_process import ENTEDModule, GaussianProcessModule, SummedStrategy
 from ented.lightning import CompletionModule, SweepModule
 from ented.likelihoods import PolyaGamma
 from ented.recorder import History, Recorder, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule
-from ented.runs import RunFolder, finite, flat, read_json, write
+from ented.runs import RunFolder, finite, read_json, write
 from ented.tensor import InputError, TrainingEntries
+from tracking import log_figures, tracker
 
 log = logging.getLogger("ented")
 STEPS, ENTRIES = 6000, 2**16  # of a fit with epochs=auto: so many steps for up to so many training entries
@@ -242,13 +243,15 @@ def complete(cfg: DictConfig, runs: list[Run]) -> None:
     for run in runs:
         with run.folder.logging():
             fits.append(run.final())
-    with tracker(cfg, runs[0]) as logger:
+    with tracker(cfg, runs[0].config, runs[0].folder.path) as logger:
         folder = replicas_state(runs) if cfg.replicas else fits[0].history.folder
         trainer = train_fits(cfg, missing, fits, folder, logger)
         for run, fit in zip(runs, fits, strict=True):
             if not run.result:
                 with run.folder.logging():
                     run.finish(fit, trainer)
+                if logger:
+                    log_figures(logger, run.folder.path)
 
 
 def search(cfg: DictConfig, runs: list[Run], missing: list[Run]) -> None:
@@ -364,27 +367,6 @@ def usable(checkpoint: Path) -> Path | None:
         log.warning("%s cannot be read, training starts anew (%s)", checkpoint, " ".join(str(error).split()))
         return None
     return checkpoint if "optimizer_states" in state else None  # what replicas leave cannot be resumed from
-
-
-@contextmanager
-def tracker(cfg: DictConfig, run: Run):
-    """The experiment tracker that the config asks for, False for none; closed at the end, also after an error."""
-    if not cfg.logger or not is_first():
-        yield False
-        return
-    import wandb
-
-    has_key = wandb.login(prompt=False)
-    mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
-    name = run.folder.path.relative_to(str(cfg.runs_dir)).as_posix()
-    logger = instantiate(cfg.logger, save_dir=run.folder.path, name=name, mode=mode)
-    logger.log_hyperparams(flat(run.config))  # a sweep keeps the names of its parameters, such as dataset, for itself
-    try:
-        yield logger
-    except BaseException:
-        wandb.finish(exit_code=1)
-        raise
-    wandb.finish()
 
 
 def searches_first(cfg: DictConfig) -> bool:

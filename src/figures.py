@@ -12,9 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ented.runs import needs, read_json
-from results import read_table
+from results import collect_calibration, read_table
 from tables import DATASETS, METHODS, in_order
 
+NAMED = 200  # points of a figure that can have a name each
 STYLES = {
     "ented": dict(color="black", linestyle="-", marker="o", linewidth=1.8),
     "gptf_pg": dict(color="#0072b2", linestyle="--", marker="s"),
@@ -24,6 +25,14 @@ STYLES = {
     "sbtr": dict(color="#009e73", linestyle=(0, (5, 1)), marker="P"),
     "costco": dict(color="#cc79a7", linestyle=(0, (3, 1, 1, 1)), marker="X"),
 }
+
+
+def of_run(run: Path) -> dict[str, Figure]:
+    """What the test of a finished run looks like, where the method predicts a distribution."""
+    bins = collect_calibration(run)
+    if bins.empty:
+        return {}
+    return {"observed": observed(run)} if (bins.kind == "count").all() else {"calibration": calibration(bins)}
 
 
 def save(figure: Figure, file: Path) -> None:
@@ -81,13 +90,13 @@ def inducing(numbers: pd.DataFrame) -> Figure:
 def calibration(bins: pd.DataFrame) -> Figure:
     """Of binary entries, the share of ones; of counts, the share between the predicted 5% and 95% quantiles.
 
-    Of ENTED at each dataset's lowest rank, under protocol=holdout where there are such runs, in bins with equally many
-    test entries.
+    Of each dataset's lowest rank, under protocol=holdout where there are such runs, in bins with equally many test
+    entries.
     """
-    bins = bins[bins.model == "ented"]
     bins = bins[bins["rank"] == bins.groupby("dataset")["rank"].transform("min")]
     bins = bins[bins.protocol == bins.groupby("dataset").protocol.transform("min")]  # holdout is before paper
     kinds = in_order(bins.kind, ["binary", "count"])
+    methods = ", ".join(METHODS.get(model, model) for model in in_order(bins.model, METHODS))
     figure, axes = panels(len(kinds))
     for panel, kind in zip(axes, kinds, strict=True):
         for i, dataset in enumerate(in_order(bins[bins.kind == kind].dataset, DATASETS)):
@@ -105,6 +114,7 @@ def calibration(bins: pd.DataFrame) -> Figure:
             panel.axhline(0.9, color="0.7", linewidth=0.8)
             panel.set(xscale="log", xlabel="predicted mean count", ylabel="share inside the 5% to 95% quantiles")
             panel.set_ylim(0.5, 1.01)
+        panel.set_title(methods)
         panel.legend(fontsize=8, frameon=False)
     return figure
 
@@ -135,7 +145,8 @@ def factors(run: Path, mode: str) -> Figure:
     """The factor means of one mode's rows in the two directions in which they differ most, with their deviations.
 
     Of a mixture the first component's, each factor in units of the kernel's lengthscale, so that rows that are close
-    act alike. The rows have names where the dataset has them, numbers otherwise.
+    act alike. The rows have names where the dataset has them, numbers otherwise, and neither where they are too many to
+    be read.
     """
     needs(run, "config.yaml", "last.ckpt")
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -162,7 +173,7 @@ def factors(run: Path, mode: str) -> Figure:
     figure, axes = plt.subplots(figsize=(5.5, 4.5), layout="constrained")
     axes.plot(*xy.T, "o", color="0.6", markersize=3)
     names = getattr(dataset, "labels", {}).get(mode, range(len(xy)))
-    for (x, y), name in zip(xy.tolist(), names, strict=True):
+    for (x, y), name in zip(xy.tolist(), names, strict=True) if len(xy) <= NAMED else ():
         axes.annotate(str(name), (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
     axes.set(xlabel="first direction, in lengthscales", ylabel="second direction, in lengthscales")
     axes.set_title(f"{dataset.name}: factors of {mode}")

@@ -105,8 +105,8 @@ def figures_of(arguments: argparse.Namespace) -> list[tuple[str, pd.DataFrame, C
         if asked_for or any(default.rglob("metrics.json")):
             found.append((name, collect_study(asked_for or default), figure))
     sources = [arguments.calibration] if arguments.calibration else [s for s in arguments.source if s.is_dir()]
-    bins = [collect_calibration(source) for source in sources]
-    if any((part.model == "ented").any() for part in bins):
+    bins = [collect_calibration(source).query("model == 'ented'") for source in sources]
+    if any(map(len, bins)):
         found.append(("calibration", pd.concat(bins), figures.calibration))
     return found
 

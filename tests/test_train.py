@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from filelock import FileLock
+from matplotlib.pyplot import imread
 from scipy.stats import nbinom
 from sklearn.metrics import roc_auc_score
 from training import TRAIN, start
@@ -398,6 +399,8 @@ def test_wandb_without_a_key_is_offline_and_asks_nothing(command, tiny, monkeypa
         content = b"".join(log.read_bytes() for log in folder.glob("offline-run-*/run-*.wandb"))
     assert b"dataset.name" in content  # of the settings
     assert b"elbo" in content and b"test_auc" in content and b"ones/ented/rank=2" in content
+    (figure,) = folder.rglob("*.png")
+    assert figure.name.startswith("test_calibration") and imread(figure).std() > 0
 
 
 def test_killed_and_started_again_ends_with_the_same_numbers(command, tiny):

@@ -41,11 +41,12 @@ from results import (
     finished,
     read_table,
     save,
+    with_columns,
 )
 
 PAPER = Path(__file__).parent.parent / "results/paper.csv"
 PAPER_COLUMNS = ["dataset", "method", "rank", "metric", "mean", "std"]
-STUDIES = Path("studies")
+RUNS, STUDIES = Path("runs"), Path("studies")
 TITLES = {
     "binary": "Binary tensors",
     "count": "Counts",
@@ -62,11 +63,12 @@ With protocol=paper, + and - mark a mean that is more than two published standar
 
 def write_report(arguments: argparse.Namespace) -> None:
     """Write report.md, and a folder for each protocol in which every table is a .md, a .tex and a .csv."""
-    numbers, out = collect_all(arguments.source), arguments.out
+    of_figures, out = figures_of(arguments), arguments.out
+    only_studies = of_figures and arguments.source == [RUNS] and not any(RUNS.rglob("metrics.json"))
+    numbers = with_columns(pd.DataFrame()) if only_studies else collect_all(arguments.source)
     if arguments.csv:
         save(numbers, arguments.csv)
     numbers = numbers[numbers.protocol.isin(["paper", "holdout"])]
-    of_figures = figures_of(arguments)
     published = read_table(PAPER, PAPER_COLUMNS)
     text = ["# Report", INTRODUCTION]
     for protocol, part in numbers.groupby("protocol"):
@@ -84,6 +86,7 @@ def write_report(arguments: argparse.Namespace) -> None:
                 (folder / f"{name}.tex").write_text(tables.latex(table) + "\n")
                 table.to_csv(folder / f"{name}.csv", index=False)
                 text.append(f"### {TITLES[name]}\n\n{tables.markdown(table)}")
+    out.mkdir(parents=True, exist_ok=True)
     for name, table, figure in of_figures:
         table.to_csv(out / f"{name}.csv", index=False)
         for suffix in ("png", "pdf"):
@@ -163,9 +166,8 @@ def renew(file: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    runs = [Path("runs")]
     new.add_argument(
-        "source", nargs="*", type=Path, default=runs, help="roots of run folders (runs), or CSVs of numbers"
+        "source", nargs="*", type=Path, default=[RUNS], help="roots of run folders (runs), or CSVs of numbers"
     )
     new.add_argument("--out", type=Path, default=Path("report"), help="folder for the report")
     new.add_argument("--convergence", type=Path, help="for its figure: studies/convergence, another folder, or a CSV")

@@ -83,3 +83,17 @@ def test_figures_of_the_report(report, studies, monkeypatch):  # noqa: F811
     assert code == 0, err
     for name in ("convergence", "inducing", "calibration"):
         assert (out / f"{name}.png").read_bytes() == (Path("again") / f"{name}.png").read_bytes()
+
+
+def test_studies_without_other_runs_have_a_report(report, studies, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(studies)
+    (studies / "runs").rename(studies / "elsewhere")
+    code, _, err = report()
+    assert code == 1 and "runs" in err  # there is nothing to report
+    (studies / "studies").mkdir()
+    (studies / "convergence").rename(studies / "studies/convergence")
+    code, out, err = report()
+    assert code == 0, err
+    assert {file.name for file in Path("report").iterdir()} == {
+        f"convergence.{kind}" for kind in ("csv", "png", "pdf")
+    } | {"report.md"}

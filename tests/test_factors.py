@@ -99,7 +99,10 @@ def test_the_prior_is_standard_normal(float64, std, mean):
 @means
 @stds
 def test_gradients_are_those_of_the_bound(float64, std, mean, count, kernel, sparse_gradients):
-    """After a step on q, of all parameters, by automatic differentiation of `elbo` at the same draw."""
+    """After a step on q, of all parameters, by automatic differentiation of `elbo` at the same draw.
+
+    That of a learned shape is the one of the predictive log probability.
+    """
     torch.manual_seed(0)
     covariance = {
         "fixed": RBF(1.3, 0.8),
@@ -125,6 +128,11 @@ def test_gradients_are_those_of_the_bound(float64, std, mean, count, kernel, spa
     model.zero_grad()
     (-model.elbo(indices, values, 2 * ENTRIES, noise)).backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if likelihood.learned:
+        mean, variance, _ = model.moments(model.features(indices, noise))
+        log_probs = likelihood.log_prob(values[:, None], likelihood.f(mean, variance))
+        predictive = torch.logsumexp(log_probs + likelihood.weights.log(), -1).sum()
+        (expected["likelihood.log_zeta"],) = torch.autograd.grad(-2 * predictive, likelihood.log_zeta)
     torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-9)
 
 

@@ -43,10 +43,9 @@ class PolyaGamma(nn.Module):
     def __init__(self, quadrature: bool = False):
         super().__init__()
         self.quadrature = quadrature
-        if quadrature:
-            nodes, weights = gauss_hermite(NODES)
-            self.register_buffer("nodes", nodes, persistent=False)
-            self.register_buffer("weights", weights, persistent=False)
+        nodes, weights = gauss_hermite(NODES)
+        self.register_buffer("nodes", nodes, persistent=False)
+        self.register_buffer("weights", weights, persistent=False)
 
     def check(self, values: Float[Tensor, "S"]) -> None:
         """Raise InputError if the likelihood cannot have produced one of the values."""
@@ -208,8 +207,8 @@ class NegativeBinomial(PolyaGamma):
     zeta : shape, > 0; y of mean m has the variance m + m^2 / zeta. The paper's value is 20.
     smallest : the smallest count that there can be.
     quadrature : whether E[log p(x | f)] is one, see above.
-    learned : whether the shape is a parameter, whose logarithm an optimiser moves. Then f is log m - log zeta for the
-        log m that the model has, so that the shape decides on the variance alone.
+    learned : whether the shape is a parameter, whose logarithm an optimiser moves, see `slope`. Then f is log m - log
+        zeta for the log m that the model has, so that the shape decides on the variance alone.
     """
 
     kind = "count"
@@ -265,14 +264,25 @@ class NegativeBinomial(PolyaGamma):
         of_zeta = torch.lgamma(self.zeta.double()) if self.learned else lgamma(self.zeta)
         return (torch.lgamma(y + self.zeta) - torch.lgamma(y + 1) - of_zeta).to(x.dtype)
 
-    def slope(self, x, mean, variance):
-        """The derivative of `bound` in log zeta, at a fixed mean and variance of f,
+    def slope(
+        self, x: Float[Tensor, "... S"], mean: Float[Tensor, "... S"], variance: Float[Tensor, "... S"]
+    ) -> Float[Tensor, "... S"]:
+        """The derivative of log E[p(x | f)] in log zeta, where log m = f + log zeta keeps its distribution.
 
-        zeta (digamma(y + zeta) - digamma(zeta) - mean / 2 - log(2 cosh(c / 2))).
+        The shape is learned by the predictive distribution (as the noise in Jankowiak, Pleiss and Gardner 2020), not by
+        the bound: E[log p(x | f)] takes the variance of f for noise once more, and its zeta is too small. It is
+
+            E[p(x | f) (zeta (digamma(y + zeta) - digamma(zeta) - log(1 + exp f) + s) - y (1 - s))] / E[p(x | f)],
+
+        s the sigmoid of f.
         """
-        y, zeta = x.double() - self.smallest, self.zeta.double()  # as in log_h
-        digammas = torch.digamma(y + zeta) - torch.digamma(zeta)
-        return (zeta * (digammas - mean / 2 - self.log_cosh(mean, variance))).to(x.dtype)
+        y, zeta = (x - self.smallest)[..., None], self.zeta[..., None]
+        digammas = (torch.digamma(y.double() + zeta.double()) - torch.digamma(zeta.double())).to(x.dtype)
+        f = self.f(mean, variance)
+        log_p = y * f - (y + zeta) * softplus(f)  # up to a constant
+        posterior = torch.softmax(log_p + self.weights.log()[..., None, :], -1)  # of the nodes, given x
+        of_nodes = zeta * (digammas - softplus(f) + torch.sigmoid(f)) - y * torch.sigmoid(-f)
+        return (posterior * of_nodes).sum(-1)
 
     def mean(self, f_mean, f_variance):
         return self.smallest + self.zeta * torch.exp(f_mean + f_variance / 2)

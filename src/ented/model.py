@@ -247,7 +247,8 @@ class ENTED(FactorProcess):
     def set_gradients(
         self, features: Features, values: Float[Tensor, "... S"], scale: float | Float[Tensor, "... S"]
     ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
-        """Set all gradients, those of minus the bound with q held fixed. Returns each entry's bound and log p(x | f).
+        """Set all gradients, those of minus the bound with q held fixed, but for a learned shape of counts, see
+        `NegativeBinomial.slope`. Returns each entry's bound and log p(x | f).
 
         The bound of entry n has the derivatives t_n - theta_n mu_n in the mean of f and -theta_n / 2 in its variance,
         see `PolyaGamma.sites`: since q(omega) is optimal (envelope theorem), or as those of the expectation (Bonnet and
@@ -264,9 +265,9 @@ class ENTED(FactorProcess):
         phi_bar = D_phi.mul_((scale * theta)[..., None])
         phi_bar.addcmul_(mean_bar[..., None], self.q.mean.flatten(-2)[..., None, :])
         others = {}
-        if self.likelihood.learned:  # the offset is -log zeta
+        if self.likelihood.learned:
             slope = scale * self.likelihood.slope(values, mean, variance)
-            others[self.likelihood.log_zeta] = -(slope + mean_bar).sum(-1, keepdim=True)
+            others[self.likelihood.log_zeta] = -slope.sum(-1, keepdim=True)
         self.backward(features, phi_bar, scale, mean_bar, variance_bar, others)
         return self.likelihood.bound(values, mean, variance), self.likelihood.log_prob(values, mean)
 

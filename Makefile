@@ -13,7 +13,7 @@ test: $(VENV)/installed
 report: $(VENV)/installed
 	$(VENV)/bin/python src/report.py results/baselines.csv results/ented.csv --calibration results/calibration.csv
 	$(VENV)/bin/python src/report.py --renew README.md results/baselines.md results/ented.md results/ablation.md
-	$(VENV)/bin/python -m pytest --nbmake --overwrite notebooks/benchmark.ipynb
+	$(VENV)/bin/jupyter nbconvert --log-level ERROR --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/benchmark.ipynb
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

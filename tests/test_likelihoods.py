@@ -209,24 +209,34 @@ def test_a_smallest_count_shifts_the_distribution(float64):
 
 
 @pytest.mark.parametrize("smallest", [0, 1])
-def test_the_slope_is_the_derivative_of_the_predictive_log_probability(float64, smallest):
-    """In log zeta, at a fixed distribution of log m; by a dense sum and differences."""
-    x, log_m, variance = np.array([1.0, 2.0, 40.0]), np.array([1.3, 0.2, 3.2]), np.array([0.5, 0.0, 0.1])
+@pytest.mark.parametrize(
+    ("zeta", "variance"), [(0.6, 1.0), (3.5, 0.0), (3.5, 0.5), (20.0, 0.64), (100.0, 0.25), (1e4, 0.01)]
+)
+@pytest.mark.parametrize("surprise", [-1.5, -0.5, 0.0, 0.5, 1.5])
+def test_the_shape_gradient_is_that_of_the_predictive_log_probability(float64, surprise, zeta, variance, smallest):
+    """In log zeta, at a fixed distribution of log m; by a dense sum and differences. Counts are off by so many sd."""
+    y = np.array([0.0, 1.0, 7.0, 300.0])
+    log_m = np.log(y + 0.5) - surprise * np.sqrt(variance + 1 / (y + 1) + 1 / zeta)
 
     def predictive(log_zeta):
         nb = NegativeBinomial(np.exp(log_zeta))
-        return [
-            np.log(expectation(lambda f, x=x: np.exp(log_pmf(nb, x - smallest, f)), log_m - log_zeta, variance))
-            for x, log_m, variance in zip(x, log_m, variance, strict=True)
-        ]
+        return np.array(
+            [
+                np.log(expectation(lambda f, y=y: np.exp(log_pmf(nb, y, f)), log_m - log_zeta, variance))
+                for y, log_m in zip(y, log_m, strict=True)
+            ]
+        )
 
-    log_zeta = np.log(3.5)
-    expected = (np.array(predictive(log_zeta + 1e-4)) - predictive(log_zeta - 1e-4)) / 2e-4
-    likelihood = NegativeBinomial(3.5, smallest, learned=True)
-    slope = likelihood.slope(*map(torch.from_numpy, (x, log_m - log_zeta, variance)))
-    assert slope.detach().numpy() == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    known = likelihood.known()
-    assert (known.zeta, known.smallest, known.learned) == (pytest.approx(3.5), smallest, False)
+    expected = (predictive(np.log(zeta) + 1e-4) - predictive(np.log(zeta) - 1e-4)) / 2e-4
+    likelihood = NegativeBinomial(zeta, smallest, learned=True)
+    f_mean = torch.from_numpy(log_m - np.log(zeta))
+    gradient = likelihood.shape_gradient(torch.from_numpy(y + smallest), f_mean, torch.full_like(f_mean, variance))
+    assert gradient.detach().numpy() == pytest.approx(expected, rel=5e-3, abs=2e-4)
+
+
+def test_a_learned_shape_as_a_number(float64):
+    known = NegativeBinomial(3.5, 1, learned=True).known()
+    assert (known.zeta, known.smallest, known.learned) == (pytest.approx(3.5), 1, False)
 
 
 @pytest.mark.parametrize("make", [Bernoulli, NegativeBinomial])

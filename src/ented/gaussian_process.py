@@ -145,8 +145,7 @@ def initial_lengthscales(modes: int, rank: int, ratio: float) -> Float[Tensor, "
     """A lengthscale for each input, that of a factor `ratio` times that of the one before; sum_q 1 / l_q^2 = 1.
 
     With a ratio of 1 all are sqrt(D R). With a larger one the first factors decide at first, and a later one joins in
-    as far as it pays: few inducing points see no more than a smooth trend where all of many inputs start alike. On
-    held-out entries this was better for counts, and worse for DBLP, which uses all of its factors.
+    as far as it pays: few inducing points see no more than a smooth trend where all of many inputs start alike.
     """
     squares = float(ratio) ** (2 * torch.arange(rank, dtype=torch.get_default_dtype()))
     return (squares * (modes / squares).sum()).sqrt().repeat(modes)

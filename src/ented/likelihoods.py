@@ -28,7 +28,7 @@ from ented.quadrature import gauss_hermite, log_expectation, normal_grid
 from ented.tensor import InputError
 
 LARGEST_ZETA = 1e5  # from there on it is a Poisson distribution, and predictions would need many nodes
-NODES = 12  # of the Gauss-Hermite rule for E[log p(x | f)]
+NODES = 12  # of the Gauss-Hermite rules of training
 SAMPLES = 256  # quasi-random draws of an entry, of all components together, for a median
 
 
@@ -82,10 +82,10 @@ class PolyaGamma(nn.Module):
     def log_cosh(self, mean: Float[Tensor, "... S"], variance: Float[Tensor, "... S"]) -> Float[Tensor, "... S"]:
         """log(2 cosh(c / 2)), or E[log(2 cosh(f / 2))]."""
         if self.quadrature:
-            return self.expectation(log_two_cosh(self.f(mean, variance)))
+            return self.expectation(log_two_cosh(self.f_nodes(mean, variance)))
         return log_two_cosh((mean.square() + variance).sqrt())
 
-    def f(self, mean: Float[Tensor, "... S"], variance: Float[Tensor, "... S"]) -> Float[Tensor, "... S G"]:
+    def f_nodes(self, mean: Float[Tensor, "... S"], variance: Float[Tensor, "... S"]) -> Float[Tensor, "... S G"]:
         """The nodes of the quadrature."""
         return mean[..., None] + variance.sqrt()[..., None] * self.nodes[..., None, :]
 
@@ -102,7 +102,7 @@ class PolyaGamma(nn.Module):
         if not self.quadrature:
             return self.theta(x, mean, variance), self.chi(x)
         # log p = chi f - b log(2 cosh(f / 2)) + log h, twice differentiated
-        b, tanh = self.b(x), torch.tanh(self.f(mean, variance) / 2)
+        b, tanh = self.b(x), torch.tanh(self.f_nodes(mean, variance) / 2)
         theta = b * (1 - self.expectation(tanh.square())) / 4
         return theta, self.chi(x) - b * self.expectation(tanh) / 2 + theta * mean
 
@@ -207,8 +207,8 @@ class NegativeBinomial(PolyaGamma):
     zeta : shape, > 0; y of mean m has the variance m + m^2 / zeta. The paper's value is 20.
     smallest : the smallest count that there can be.
     quadrature : whether E[log p(x | f)] is one, see above.
-    learned : whether the shape is a parameter, whose logarithm an optimiser moves, see `slope`. Then f is log m - log
-        zeta for the log m that the model has, so that the shape decides on the variance alone.
+    learned : whether the shape is a parameter, whose logarithm an optimiser moves by `shape_gradient`. Then f is
+        log m - log zeta for the log m that the model has, so that the shape decides on the variance alone.
     """
 
     kind = "count"
@@ -264,25 +264,30 @@ class NegativeBinomial(PolyaGamma):
         of_zeta = torch.lgamma(self.zeta.double()) if self.learned else lgamma(self.zeta)
         return (torch.lgamma(y + self.zeta) - torch.lgamma(y + 1) - of_zeta).to(x.dtype)
 
-    def slope(
+    def shape_gradient(
         self, x: Float[Tensor, "... S"], mean: Float[Tensor, "... S"], variance: Float[Tensor, "... S"]
     ) -> Float[Tensor, "... S"]:
-        """The derivative of log E[p(x | f)] in log zeta, where log m = f + log zeta keeps its distribution.
+        """The derivative of log E[p(x | f)] in log zeta, where log m = f + log zeta keeps its distribution:
 
-        The shape is learned by the predictive distribution (as the noise in Jankowiak, Pleiss and Gardner 2020), not by
-        the bound: E[log p(x | f)] takes the variance of f for noise once more, and its zeta is too small. It is
+            E[zeta (digamma(y + zeta) - digamma(zeta) - log(1 + exp f) + s) - y (1 - s) | x],   s the sigmoid of f.
 
-            E[p(x | f) (zeta (digamma(y + zeta) - digamma(zeta) - log(1 + exp f) + s) - y (1 - s))] / E[p(x | f)],
-
-        s the sigmoid of f.
+        The shape is learned by this, as the noise in Jankowiak, Pleiss and Gardner (2020), and not by the bound, which
+        takes the variance of f for noise once more and finds too small a shape.
         """
-        y, zeta = (x - self.smallest)[..., None], self.zeta[..., None]
+        y, zeta = x - self.smallest, self.zeta
         digammas = (torch.digamma(y.double() + zeta.double()) - torch.digamma(zeta.double())).to(x.dtype)
-        f = self.f(mean, variance)
-        log_p = y * f - (y + zeta) * softplus(f)  # up to a constant
-        posterior = torch.softmax(log_p + self.weights.log()[..., None, :], -1)  # of the nodes, given x
-        of_nodes = zeta * (digammas - softplus(f) + torch.sigmoid(f)) - y * torch.sigmoid(-f)
-        return (posterior * of_nodes).sum(-1)
+        # p(f | x) is near N(mean + sd centre, sd^2 shrink): as a function of f, p(x | f) has its mode at log(y / zeta)
+        # and there the curvature -1 / (1 / y + 1 / zeta)
+        sd, count = variance.sqrt(), y + 0.5  # a mode for y = 0 too
+        precision = 1 / (1 / count + 1 / zeta)
+        shrink = 1 / (1 + variance * precision)
+        centre = sd * precision * ((count / zeta).log() - mean) * shrink
+        u = centre[..., None] + shrink.sqrt()[..., None] * self.nodes[..., None, :]  # (f - mean) / sd
+        f, y, zeta = mean[..., None] + sd[..., None] * u, y[..., None], zeta[..., None]
+        log_ratio = (self.nodes.square() / 2 + self.weights.log())[..., None, :] - u.square() / 2  # of N(f) to its rule
+        posterior = torch.softmax(y * f - (y + zeta) * softplus(f) + log_ratio, -1)
+        at_nodes = zeta * (digammas[..., None] - softplus(f) + torch.sigmoid(f)) - y * torch.sigmoid(-f)
+        return (posterior * at_nodes).sum(-1)
 
     def mean(self, f_mean, f_variance):
         return self.smallest + self.zeta * torch.exp(f_mean + f_variance / 2)

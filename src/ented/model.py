@@ -8,11 +8,12 @@ Generative model of an entry with index (i_1, ..., i_D):
 
 The inducing values have a Gaussian posterior. The factors Z are point estimates, as in the paper, or have one too; the
 mean function o is zero, as in the paper, or more, see `ented.factors`. Point estimates are the inducing inputs X, and
-where they are learned the parameters of o, of k and of the likelihood. The bound that training climbs is
+where they are learned the parameters of o and of k. The bound that training climbs is
 
     ELBO = sum_n bound(x_n; mu_n, s2_n) - KL(q | p) + log p(Z)
 
 where -KL(q(Z) | p(Z)) takes the place of log p(Z), and a draw of Z that of an expectation, if Z has a posterior.
+A learned shape of counts climbs sum_n log E[p(x_n | f)], given that draw, instead (`NegativeBinomial.shape_gradient`).
 
 The posterior has many modes, and a Gaussian finds one of them. A mixture of C models of equal weight has several, each
 with parameters of its own, from initial values of its own; the mean of their bounds is a bound, since KL is convex.
@@ -207,7 +208,7 @@ class ENTED(FactorProcess):
         rho: float | Float[Tensor, "..."],
         noise: Float[Tensor, "... S D R"] | None = None,
     ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
-        """Natural gradient step on q(u); then set all gradients, those of minus the bound.
+        """Natural gradient step on q(u); then `set_gradients`.
 
         `scale` is N / S: what one entry of the batch stands for. Where the fit has several processes, each has a part
         of the batch; their sums make the step, and S counts all entries of the batch. `noise` is standard normal, for
@@ -248,7 +249,7 @@ class ENTED(FactorProcess):
         self, features: Features, values: Float[Tensor, "... S"], scale: float | Float[Tensor, "... S"]
     ) -> tuple[Float[Tensor, "... S"], Float[Tensor, "... S"]]:
         """Set all gradients, those of minus the bound with q held fixed, but for a learned shape of counts, see
-        `NegativeBinomial.slope`. Returns each entry's bound and log p(x | f).
+        `NegativeBinomial.shape_gradient`. Returns each entry's bound and log p(x | f).
 
         The bound of entry n has the derivatives t_n - theta_n mu_n in the mean of f and -theta_n / 2 in its variance,
         see `PolyaGamma.sites`: since q(omega) is optimal (envelope theorem), or as those of the expectation (Bonnet and
@@ -266,8 +267,8 @@ class ENTED(FactorProcess):
         phi_bar.addcmul_(mean_bar[..., None], self.q.mean.flatten(-2)[..., None, :])
         others = {}
         if self.likelihood.learned:
-            slope = scale * self.likelihood.slope(values, mean, variance)
-            others[self.likelihood.log_zeta] = -slope.sum(-1, keepdim=True)
+            of_entries = scale * self.likelihood.shape_gradient(values, mean, variance)
+            others[self.likelihood.log_zeta] = -of_entries.sum(-1, keepdim=True)
         self.backward(features, phi_bar, scale, mean_bar, variance_bar, others)
         return self.likelihood.bound(values, mean, variance), self.likelihood.log_prob(values, mean)
 

@@ -3,6 +3,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from files_by_hand import write_folds
+from training import Command
+
+import ented.shards
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +28,32 @@ def float64():
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def command(capfd) -> Command:
+    return Command(capfd)
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch) -> Path:
+    """A data folder with two binary tensors and one of counts, six by five by four."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_folds(folder, "ones", 0, 1)
+    write_folds(folder, "zeros", 1, 1)
+    write_folds(folder, "counts", 2, 9)
+    return folder
+
+
+@pytest.fixture
+def report(capfd) -> Command:
+    return Command(capfd, Path(__file__).parent.parent / "src/report.py")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks of 7 rows, which are shuffled 20 at a time."""
+    monkeypatch.setattr(ented.shards, "BLOCK", 7)
+    monkeypatch.setattr(ented.shards, "BUFFER", 20)

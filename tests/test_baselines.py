@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 from hydra.utils import get_class
-from test_train import Command, binary, command, counts, finished, tiny  # noqa: F401
+from training import binary, counts, finished
 
 MODELS = sorted(file.stem for file in (Path(__file__).parent.parent / "conf/model").glob("*.yaml"))
 ONLY = {"binary": {"bcp", "sbtr"}, "count": {"ncpd", "bpcp", "vbgcp", "mdtf"}}
@@ -45,7 +45,7 @@ def test_every_method_is_known_here():
 
 
 @pairs
-def test_a_run_of_each_protocol(command, tiny, model, kind):  # noqa: F811
+def test_a_run_of_each_protocol(command, tiny, model, kind):
     nll = [] if (model, kind) in POINT else ["nll", "nll_plugin"]
     names = ["auc", *nll] if kind == "binary" else ["rmse", "mape", *nll, "rmse_plugin", "mape_plugin"]
     for protocol, dtype in (("paper", "float64"), ("holdout", "float32")):
@@ -69,7 +69,7 @@ def test_a_run_of_each_protocol(command, tiny, model, kind):  # noqa: F811
 
 
 @pairs
-def test_an_interrupted_run_ends_with_the_same_numbers(command, tiny, model, kind, monkeypatch):  # noqa: F811
+def test_an_interrupted_run_ends_with_the_same_numbers(command, tiny, model, kind, monkeypatch):
     arguments = [
         *DATA[kind](tiny),
         *[f"model={model}", "fold=0", "epochs=6", "checkpoint_seconds=0", "dtype=float64"],
@@ -93,7 +93,7 @@ def test_an_interrupted_run_ends_with_the_same_numbers(command, tiny, model, kin
     assert results[0] == results[1]
 
 
-def test_a_run_that_had_just_converged_is_not_trained_further(command, tiny):  # noqa: F811
+def test_a_run_that_had_just_converged_is_not_trained_further(command, tiny):
     """Killed between its last checkpoint and its results."""
     arguments = [*counts(tiny), "model=bpcp", "protocol=paper", "fold=0", "epochs=500", "model.tolerance=0.01"]
     assert command(*arguments)[0] == 0
@@ -107,7 +107,7 @@ def test_a_run_that_had_just_converged_is_not_trained_further(command, tiny):  #
 
 
 @pytest.mark.parametrize("kind", ["binary", "count"])
-def test_entries_that_a_method_does_not_take_end_with_one_line(command, tiny, kind):  # noqa: F811
+def test_entries_that_a_method_does_not_take_end_with_one_line(command, tiny, kind):
     other = {"binary": "count", "count": "binary"}[kind]
     for model in ONLY[other]:
         code, out, err = command(*DATA[kind](tiny), f"model={model}", "fold=0")
@@ -118,29 +118,29 @@ def test_entries_that_a_method_does_not_take_end_with_one_line(command, tiny, ki
 
 
 @pytest.mark.parametrize("model", ["gcp", "mdtf"])
-def test_a_part_of_the_entries_is_refused_where_all_are_needed(command, tiny, model):  # noqa: F811
+def test_a_part_of_the_entries_is_refused_where_all_are_needed(command, tiny, model):
     code, out, err = command(*counts(tiny), f"model={model}", "fold=0", "batch_size=10")
     assert (code, err) == (1, f"error: batch_size=10: model={model} needs batch_size=all\n")
     assert not (tiny.parent / "runs").exists()
 
 
-def test_zeros_are_refused_where_a_method_cannot_take_them(command, tiny):  # noqa: F811
+def test_zeros_are_refused_where_a_method_cannot_take_them(command, tiny):
     code, out, err = command(*counts(tiny), "model=vbgcp", "fold=0", "missing=zeros")
     assert (code, err) == (1, "error: missing=zeros: model=vbgcp takes masked only\n")
 
 
-def test_a_tensor_of_one_mode_is_refused(command, tiny):  # noqa: F811
+def test_a_tensor_of_one_mode_is_refused(command, tiny):
     code, out, err = command(*counts(tiny), "dataset.source.shape=[6]", "dataset.source.modes=[a]")
     assert (code, err) == (1, "error: dataset=counts has one mode: a decomposition needs two or more\n")
 
 
-def test_a_loss_that_is_not_finite_ends_with_one_line(command, tiny):  # noqa: F811
+def test_a_loss_that_is_not_finite_ends_with_one_line(command, tiny):
     code, out, err = command(*counts(tiny), "model=costco", "fold=0", "lr=1e300")
     assert code == 1 and err.count("\n") == 1 and "the loss is not finite in epoch" in err
     assert not finished(tiny.parent / "runs")
 
 
-def test_the_command_of_a_run_can_be_given_to_a_shell(command, tiny):  # noqa: F811
+def test_the_command_of_a_run_can_be_given_to_a_shell(command, tiny):
     code, out, err = command(*counts(tiny), "model=mdtf", "model.hidden=[4, 3]", "fold=1", "threads=1")
     assert code == 0, err
     (run,) = finished(tiny.parent / "runs")
@@ -164,7 +164,7 @@ def test_the_command_of_a_run_can_be_given_to_a_shell(command, tiny):  # noqa: F
         ("vbgcp", "ard_rate=-1", "a number above 0"),
     ],
 )
-def test_a_setting_that_makes_no_sense_ends_with_one_line(command, tmp_path, monkeypatch, model, setting, message):  # noqa: F811
+def test_a_setting_that_makes_no_sense_ends_with_one_line(command, tmp_path, monkeypatch, model, setting, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = command(f"model={model}", f"model.{setting}")
     assert (code, err) == (
@@ -184,7 +184,7 @@ def test_every_number_of_a_method_has_a_rule():
         assert own - {"model.defaults", "model._target_", "model.name", "model.training"} <= ruled, model
 
 
-def test_main_effects_are_fitted_once_for_all_ranks(command, tiny):  # noqa: F811
+def test_main_effects_are_fitted_once_for_all_ranks(command, tiny):
     code, out, _ = command("-m", *[a for a in binary(tiny) if "rank" not in a], "model=main_effects", "rank=2,3")
     assert code == 0
     assert len(finished(tiny.parent / "runs")) == 2  # folds

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra.utils import instantiate
+from dataset_configs import BENCHMARKS, CONF, configured
 from omegaconf import OmegaConf
 from scipy.io import loadmat
 
@@ -18,17 +18,8 @@ import ented.datasets
 from ented.datasets import DBLP, Flights, NpzFolds
 from ented.tensor import InputError
 
-CONF = Path(__file__).parents[1] / "conf" / "dataset"
 PACKAGE = Path(ented.datasets.__file__).parent
 
-# name: shape, kind, rows of train and test in the file of fold 0, smallest and largest value
-BENCHMARKS = {
-    "digg": ((581, 124, 48), "binary", (1330, 334), (0, 1)),
-    "enron": ((203, 203, 200), "binary", (1010, 254), (0, 1)),
-    "article": ((5, 1895, 2987), "count", (33110, 8278), (1, 76)),
-    "ems": ((72, 69), "count", (1922, 481), (1, 477)),
-    "jhu": ((51, 3, 48, 8), "count", (6288, 25148), (0, 6527)),
-}
 # Rows of train and test after cleaning, for each fold.
 SIZES = {
     "digg": [(1329, 334)] * 5,
@@ -41,12 +32,6 @@ DISTINCT_CELLS = {"digg": 1663, "enron": 1263, "article": 41388, "ems": 2403, "j
 # The one cell that the source has twice, its value, and the folds where both rows are in train.
 # In the other folds one row is in train and one in test.
 REPEATED = {"digg": ((403, 116, 45), 1, {0, 1, 2}), "enron": ((6, 172, 12), 1, {0, 1, 3})}
-
-
-def configured(name, data_dir=None):
-    """The dataset as its config file describes it."""
-    config = OmegaConf.create({"data_dir": data_dir, "dataset": OmegaConf.load(CONF / f"{name}.yaml")})
-    return instantiate(config.dataset.source)
 
 
 def as_dict(tensor):

@@ -4,8 +4,8 @@ import json
 
 import pandas as pd
 import pytest
-from test_train import binary, write_folds
-from training import assert_same_run, kill, run
+from files_by_hand import write_folds
+from training import assert_same_run, binary, kill, run
 
 FLIGHTS = ["dataset=flights", "epochs=2", "inducing=10", "lr=0.01"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from files_by_hand import write_run
 from matplotlib.pyplot import imread
-from test_report import report, write_run  # noqa: F401
 
 import figures
 from results import collect_calibration, collect_epochs, collect_variants
@@ -64,7 +64,7 @@ def test_figures_show_what_they_say(studies):
     assert counts.lines[0].get_ydata() == pytest.approx([0.5] * 20) and len(binary.lines[0].get_xdata()) == 20
 
 
-def test_figures_of_the_report(report, studies, monkeypatch):  # noqa: F811
+def test_figures_of_the_report(report, studies, monkeypatch):
     monkeypatch.chdir(studies)
     (studies / "studies/inducing/8").mkdir(parents=True)  # one that was just begun
     code, _, err = report("runs", "--out", "without")
@@ -85,7 +85,7 @@ def test_figures_of_the_report(report, studies, monkeypatch):  # noqa: F811
         assert (out / f"{name}.png").read_bytes() == (Path("again") / f"{name}.png").read_bytes()
 
 
-def test_studies_without_other_runs_have_a_report(report, studies, monkeypatch):  # noqa: F811
+def test_studies_without_other_runs_have_a_report(report, studies, monkeypatch):
     monkeypatch.chdir(studies)
     (studies / "runs").rename(studies / "elsewhere")
     code, _, err = report()

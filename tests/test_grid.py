@@ -8,14 +8,11 @@ import lightning as L
 import pandas as pd
 import pytest
 from filelock import FileLock
-from hydra import compose, initialize_config_dir
 from joblib.externals.loky import get_reusable_executor
-from test_train import TINY, binary, command, finished, tiny  # noqa: F401
-from training import TRAIN
+from training import ROOT, binary, cells, finished
 
 from ented.distributed import own_gpu
 
-ROOT = TRAIN.parent.parent
 FAIL = "+callbacks.fail._target_=test_grid.Fail"
 
 
@@ -27,7 +24,7 @@ class Fail(L.Callback):
             raise RuntimeError("no\nroom")
 
 
-def test_a_failing_run_says_why_and_the_others_go_on(command, tiny):  # noqa: F811
+def test_a_failing_run_says_why_and_the_others_go_on(command, tiny):
     code, out, err = command("-m", *binary(tiny), "rank=1,2", FAIL)
     assert code == 1
     assert [line for line in err.splitlines() if line.startswith("error: ")] == [
@@ -44,35 +41,17 @@ def test_a_failing_run_says_why_and_the_others_go_on(command, tiny):  # noqa: F8
     assert len(after) == 4 and after.items() > before.items() and not list(Path("runs").rglob("error.txt"))
 
 
-def test_replicas_fail_together(command, tiny):  # noqa: F811
+def test_replicas_fail_together(command, tiny):
     code, _, err = command(*binary(tiny), "replicas=folds", "lr=1e300")
     assert code == 1 and err.count("\n") == 1
     assert len(list(Path("runs").rglob("error.txt"))) == 2
 
 
-def test_cells_of_methods_that_do_not_take_part_are_passed_over(command, tiny):  # noqa: F811
+def test_cells_of_methods_that_do_not_take_part_are_passed_over(command, tiny):
     methods = "methods={binary:[gcp],count:[ncpd]}"
     code, out, err = command("-m", *binary(tiny), "model=gcp,ncpd,bcp", methods, "epochs=2")
     assert code == 0, err
     assert [Path(folder).parts[-4] for folder in finished(Path("runs"))] == ["gcp", "gcp"]
-
-
-def cells(experiment: str) -> set[tuple[str, str, int]]:
-    """The dataset, method and rank of every cell that the grid does not pass over."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", [f"experiment={experiment}"], return_hydra_config=True)
-        params = config.hydra.sweeper.params
-        kinds = {}
-        for dataset in params.dataset.split(","):
-            source = compose("config", [f"dataset={dataset}"]).dataset.source
-            kinds[dataset] = source.get("kind", "binary")  # DBLP's is not a setting
-    return {
-        (dataset, model, int(rank))
-        for dataset in kinds
-        for model in params.model.split(",")
-        for rank in str(params.rank).split(",")
-        if model in config.methods[kinds[dataset]]
-    }
 
 
 def test_the_benchmark_has_every_cell_of_the_papers_tables():
@@ -85,7 +64,7 @@ def test_the_benchmark_has_every_cell_of_the_papers_tables():
     assert {dataset for dataset, *_ in cells("benchmark_binary")} == {"digg", "enron", "dblp"}
 
 
-def test_the_test_metrics_of_every_epoch(command, tiny):  # noqa: F811
+def test_the_test_metrics_of_every_epoch(command, tiny):
     """The last one's are those of the test."""
     for model in ("ented", "gcp", "costco"):
         code, _, err = command(*binary(tiny), f"model={model}", "callbacks=convergence", "fold=0", "epochs=3")
@@ -96,7 +75,7 @@ def test_the_test_metrics_of_every_epoch(command, tiny):  # noqa: F811
         assert {name: epochs[f"test_{name}"].iloc[-1] for name in metrics} == pytest.approx(metrics)
 
 
-def test_a_method_without_a_rank_is_one_run_of_the_benchmark(command, tiny):  # noqa: F811
+def test_a_method_without_a_rank_is_one_run_of_the_benchmark(command, tiny):
     """While another cell is at it, that of another rank has nothing to do."""
     settings = [*binary(tiny), "model=main_effects", "fold=0"]
     run = tiny.parent / "runs/ones/main_effects/fold=0/seed=0"
@@ -123,7 +102,7 @@ def metrics(runs_dir: str) -> dict[str, dict]:
     }
 
 
-def test_a_parallel_grid_is_the_same_grid(command, tiny, new_workers):  # noqa: F811
+def test_a_parallel_grid_is_the_same_grid(command, tiny, new_workers):
     grid = ["-m", *binary(tiny), "model=ented,gcp", "rank=1,2", "epochs=2"]
     assert command(*grid, "runs_dir=serial")[0] == 0
     code, out, err = command(*grid, "launcher=parallel", "jobs=2", "runs_dir=parallel")
@@ -134,7 +113,7 @@ def test_a_parallel_grid_is_the_same_grid(command, tiny, new_workers):  # noqa: 
     assert code == 0 and finished(Path("parallel")) == before and out.count("finished before") == 8
 
 
-def test_a_failing_cell_of_a_parallel_grid(command, tiny, new_workers):  # noqa: F811
+def test_a_failing_cell_of_a_parallel_grid(command, tiny, new_workers):
     grid = ["-m", *binary(tiny), "model=gcp,ented", "fold=0", "rank=0,1", "launcher=parallel", "jobs=2"]
     code, _, err = command(*grid)
     assert code == 1 and err.count("error: rank=0: it must be a whole number from 1") == 2 and "Traceback" not in err
@@ -169,7 +148,7 @@ for task in $(seq 0 99); do printf '7_%s|%s|here\\n' "$task" $state; done
 """
 
 
-def test_slurm_jobs(command, tiny, monkeypatch, tmp_path):  # noqa: F811
+def test_slurm_jobs(command, tiny, monkeypatch, tmp_path):
     """With the three programs of SLURM that submitit calls played by scripts."""
     (tmp_path / "bin").mkdir()
     for name, script in {"sbatch": SBATCH, "srun": SRUN, "sacct": SACCT}.items():

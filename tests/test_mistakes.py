@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_train import binary, command, tiny  # noqa: F401
+from training import binary
 
 WHOLE, POSITIVE = "it must be a whole number from 1", "it must be a number above 0"
 MISTAKES = {
@@ -68,7 +68,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, monkeypatch, mistake):  # noqa: F811
+def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, monkeypatch, mistake):
     monkeypatch.chdir(tmp_path)
     code, _, err = command(*mistake.split())
     assert code == 1
@@ -89,20 +89,20 @@ def test_a_mistake_ends_with_one_line_and_nothing_written(command, tmp_path, mon
         (["lr=[0.1,0.2]", "model=main_effects"], "model=main_effects has no learning rate"),
     ],
 )
-def test_settings_that_do_not_go_together(command, tiny, settings, message):  # noqa: F811
+def test_settings_that_do_not_go_together(command, tiny, settings, message):
     code, _, err = command(*binary(tiny), "replicas=folds", *settings)
     assert code == 1 and err.count("\n") == 1 and message in err
     assert not (tiny.parent / "runs").exists()
 
 
 @pytest.mark.parametrize("replicas", ["null", "folds"])
-def test_a_learning_rate_that_fails_is_named(command, tiny, replicas):  # noqa: F811
+def test_a_learning_rate_that_fails_is_named(command, tiny, replicas):
     code, _, err = command(*binary(tiny), f"replicas={replicas}", "lr=[0.1,1e300]")
     assert code == 1 and err.count("\n") == (1 if replicas == "folds" else 2)  # the other fold is tried all the same
     assert all("in epoch 1 with lr=1e+300: lower lr=" in line for line in err.splitlines())
 
 
-def test_mistakes_in_the_data_end_with_one_line(command, tiny):  # noqa: F811
+def test_mistakes_in_the_data_end_with_one_line(command, tiny):
     rows = np.load(tiny / "ones/fold-0.npz")
     bad = {
         "missing": None,
@@ -132,7 +132,7 @@ def test_mistakes_in_the_data_end_with_one_line(command, tiny):  # noqa: F811
     assert not (tiny.parent / "runs").exists()
 
 
-def test_a_mistake_in_one_cell_of_a_grid_does_not_stop_the_others(command, tiny):  # noqa: F811
+def test_a_mistake_in_one_cell_of_a_grid_does_not_stop_the_others(command, tiny):
     code, _, err = command("-m", *binary(tiny), "rank=0,1", "fold=0")
     assert code == 1 and err.count("error: ") == 1 and "Traceback" not in err
     assert (tiny.parent / "runs/ones/ented/rank=1/fold=0/seed=0/metrics.json").exists()

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from test_model import ENTRIES, JITTER, RANK, SHAPE, VARIANCE, kinds, make_entries, make_model
+from small_model import ENTRIES, JITTER, RANK, SHAPE, VARIANCE, kinds, make_entries, make_model
 
 from ented.factors import FactorTable
 from ented.kernels import RBF

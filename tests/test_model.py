@@ -6,47 +6,28 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import gammaln, log_expit
+from small_model import (
+    ENTRIES,
+    JITTER,
+    LENGTHSCALE,
+    LIKELIHOODS,
+    RANK,
+    SHAPE,
+    VARIANCE,
+    ZETA,
+    eye,
+    kinds,
+    make_entries,
+    make_model,
+)
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 
 from ented.factors import FactorTable
-from ented.kernels import RBF
-from ented.likelihoods import Bernoulli, NegativeBinomial
+from ented.likelihoods import Bernoulli
 from ented.model import ENTED
 from ented.tensor import InputError
 
-SHAPE, RANK, ENTRIES = (4, 3, 5), 2, 12
-LENGTHSCALE, VARIANCE, JITTER = 1.3, 0.8, 1e-2  # none of them such that leaving it out goes unseen
-ZETA = 6.0
-LIKELIHOODS = {"binary": Bernoulli(), "count": NegativeBinomial(ZETA)}
-
-kinds = pytest.mark.parametrize("kind", ["binary", "count"])
 blocks_1_2_3 = pytest.mark.parametrize("blocks", [1, 2, 3])
-
-
-def eye(n):
-    return torch.eye(n, dtype=torch.float64)
-
-
-def make_model(kind, blocks, seed=0, inducing=6, jitter=JITTER, at_prior=False):
-    """A model away from its initial values."""
-    torch.manual_seed(seed)
-    kernel = RBF(LENGTHSCALE, VARIANCE)
-    model = ENTED(FactorTable(SHAPE, RANK, 1.0), LIKELIHOODS[kind], inducing, blocks, kernel, jitter).double()
-    if not at_prior:
-        q, p = model.q, inducing // blocks
-        A = torch.randn(blocks, p, p, dtype=torch.float64)
-        q.covariance = A @ A.mT / p + 0.2 * eye(p)
-        q.mean = torch.randn(blocks, p, dtype=torch.float64)
-        q.precision = q.covariance.inverse()
-        q.eta = (q.precision @ q.mean[..., None]).squeeze(-1)
-    return model
-
-
-def make_entries(kind, n=ENTRIES, seed=0):
-    rng = np.random.default_rng(seed)
-    indices = torch.from_numpy(rng.integers(0, SHAPE, size=(n, len(SHAPE))))
-    values = rng.integers(0, 2, n) if kind == "binary" else rng.negative_binomial(2, 0.2, n)
-    return indices, torch.from_numpy(values).double()
 
 
 # The model in dense formulas, unwhitened: u_i ~ N(0, C_i) with C_i the covariance of block i's inducing values given

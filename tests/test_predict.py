@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from test_train import Command, binary, command, counts, tiny  # noqa: F401
-from training import TRAIN
+from training import TRAIN, Command, binary, counts
 
 from ented.datasets import Flights
 
@@ -28,7 +27,7 @@ def same_as_its_test(predict, run: Path) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("model", ["ented", "gptf_pg", "gptf", "ncpd", "bpcp", "vbgcp", "mdtf", "main_effects"])
-def test_counts(command, predict, tiny, model):  # noqa: F811
+def test_counts(command, predict, tiny, model):
     """Without the data, which are gone."""
     rank = "main_effects" if model == "main_effects" else f"{model}/rank=2"
     assert command(*counts(tiny), f"model={model}", "fold=0")[0] == 0
@@ -38,13 +37,13 @@ def test_counts(command, predict, tiny, model):  # noqa: F811
 
 
 @pytest.mark.parametrize("model", ["ented", "gcp", "bcp", "sbtr", "costco"])
-def test_ones_and_zeros(command, predict, tiny, model):  # noqa: F811
+def test_ones_and_zeros(command, predict, tiny, model):
     settings = ["fold=1"] if model != "ented" else ["replicas=folds", "protocol=paper", "epochs=2"]
     assert command(*binary(tiny), f"model={model}", *settings)[0] == 0
     same_as_its_test(predict, Path(f"runs/ones/{model}/rank=2/fold=1/seed=0"))
 
 
-def test_the_names_of_rows(command, predict, tmp_path, monkeypatch):  # noqa: F811
+def test_the_names_of_rows(command, predict, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert command("epochs=1", "inducing=8", "model.components=1")[0] == 0
     run = Path("runs/flights/ented/rank=3/fold=0/seed=0")
@@ -58,7 +57,7 @@ def test_the_names_of_rows(command, predict, tmp_path, monkeypatch):  # noqa: F8
     pd.testing.assert_series_equal(actual["mean"], expected["mean"], rtol=2e-5)
 
 
-def test_mistakes_end_with_one_line(command, predict, tiny):  # noqa: F811
+def test_mistakes_end_with_one_line(command, predict, tiny):
     assert command(*counts(tiny), "fold=0", "epochs=1")[0] == 0
     run = Path("runs/counts/ented/rank=2/fold=0/seed=0")
     tables = {

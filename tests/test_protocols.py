@@ -8,14 +8,13 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from test_train import binary, command, counts, tiny  # noqa: F401
-from training import TRAIN
+from training import TRAIN, binary, counts
 
 from ented.recorder import best_epoch
 from experiment import sizes_of
 
 
-def test_the_epochs_are_chosen_on_held_out_training_entries(command, tiny):  # noqa: F811
+def test_the_epochs_are_chosen_on_held_out_training_entries(command, tiny):
     assert (
         command(*binary(tiny), "fold=0", "epochs=15", "lr=0.1", "protocol.patience=4", "model.annealing=false")[0] == 0
     )
@@ -26,7 +25,7 @@ def test_the_epochs_are_chosen_on_held_out_training_entries(command, tiny):  # n
     assert len(searched) == min(15, best + 4)
 
 
-def test_without_patience_there_is_no_search_but_for_a_learning_rate(command, tiny):  # noqa: F811
+def test_without_patience_there_is_no_search_but_for_a_learning_rate(command, tiny):
     """By the held-out score after the last epoch of each."""
     run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
     assert command(*binary(tiny), "fold=0")[0] == 0
@@ -73,7 +72,7 @@ def test_a_variant_changes_the_default(variant):
 
 
 @pytest.mark.parametrize("together", [[], ["replicas=folds"]])
-def test_validation_tests_a_tenth_of_the_training_entries(command, tiny, together):  # noqa: F811
+def test_validation_tests_a_tenth_of_the_training_entries(command, tiny, together):
     """Others for each seed; what the test entries are changes nothing."""
     data = np.load(tiny / "ones/fold-0.npz")
     train, test = data["train"], data["test"]
@@ -91,7 +90,7 @@ def test_validation_tests_a_tenth_of_the_training_entries(command, tiny, togethe
     assert "81 training entries, 9 test entries" in (folder / "seed=0/train.log").read_text()
 
 
-def test_the_smallest_count_is_that_of_all_training_entries(command, tiny):  # noqa: F811
+def test_the_smallest_count_is_that_of_all_training_entries(command, tiny):
     """Also where validation holds out the only zero, as each of these seeds does or does not."""
     data = np.load(tiny / "counts/fold-0.npz")
     train = data["train"]
@@ -103,7 +102,7 @@ def test_the_smallest_count_is_that_of_all_training_entries(command, tiny):  # n
     assert len(tables) == 12 and {(table.value == 0).any() for table in tables} == {True, False}
 
 
-def test_what_only_ented_has_is_no_setting_of_another_method(command, tiny):  # noqa: F811
+def test_what_only_ented_has_is_no_setting_of_another_method(command, tiny):
     assert command(*binary(tiny), "fold=0", "model=main_effects")[0] == 0
     code, _, err = command(*binary(tiny), "fold=0", "model=main_effects", "protocol.ented.components=1")
     assert code == 0, err
@@ -111,13 +110,13 @@ def test_what_only_ented_has_is_no_setting_of_another_method(command, tiny):  # 
     assert code == 1 and err == "error: variant=components_1 is one of model=ented, not of main_effects\n"
 
 
-def test_validation_needs_held_out_entries(command, tiny):  # noqa: F811
+def test_validation_needs_held_out_entries(command, tiny):
     code, _, err = command(*binary(tiny), "protocol=validation", "protocol.held_out=0")
     assert code == 1 and "protocol.held_out=0: protocol=validation tests what it holds out" in err
     assert not (tiny.parent / "runs").exists()
 
 
-def test_paper_protocol_uses_the_published_settings(command, tiny):  # noqa: F811
+def test_paper_protocol_uses_the_published_settings(command, tiny):
     code, _, err = command(*binary(tiny), "fold=0", "protocol=paper", "dataset.paper.epochs=5", "epochs=5")
     assert code == 0, err
     config = yaml.safe_load((tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0/config.yaml").read_text())

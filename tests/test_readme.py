@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from test_train import Command
+from training import Command
 
 from baselines.main_effects import MainEffects
 from ented.datasets import Flights

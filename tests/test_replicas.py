@@ -8,9 +8,9 @@ import lightning as L
 import pandas as pd
 import pytest
 import torch
-from test_train import binary, write_folds
+from files_by_hand import write_folds
 from torch.testing import assert_close
-from training import ALL, assert_same_run, fit, kill, run, train
+from training import ALL, assert_same_run, binary, fit, kill, run, train
 
 from ented.datamodule import COODataModule
 from ented.gaussian_process import ENTEDModule

@@ -6,23 +6,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
-from test_train import Command
+from files_by_hand import write_run
 
 from tables import tex
-
-
-@pytest.fixture
-def report(capfd) -> Command:
-    return Command(capfd, Path(__file__).parent.parent / "src/report.py")
-
-
-def write_run(root: Path, dataset: str, fold: int, metrics: dict, model: str = "ented", seconds: float = 1.5) -> Path:
-    run = root / dataset / f"{model}/rank=3/fold={fold}/seed=0"
-    run.mkdir(parents=True)
-    about = {"dataset": dataset, "model": model, "rank": 3, "fold": fold, "seed": 0, "protocol": "paper"}
-    spent = {"epochs": 5, "steps": 50, "train_seconds": seconds, "missing": "masked", "command": "x", "version": "1"}
-    (run / "metrics.json").write_text(json.dumps({**about, "metrics": metrics, **spent}))
-    return run
 
 
 def test_tables_and_csv(report, tmp_path):

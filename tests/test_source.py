@@ -7,7 +7,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from test_datasets import BENCHMARKS, configured
+from dataset_configs import BENCHMARKS, configured
 
 from ented.datasets import source
 from ented.tensor import InputError

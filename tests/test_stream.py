@@ -1,13 +1,11 @@
 """Entries in shards: every one once an epoch, in an order that the seed decides."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from files_by_hand import table, write
 from training import fit
 
 import ented.shards
@@ -18,30 +16,6 @@ from ented.shards import InOrder, Lane, Minibatches, NpyBlock, ParquetBlock, Sha
 from ented.tensor import COOTensor, InputError
 
 SHAPE = (50_000, 7)
-
-
-def table(n: int, start: int = 0) -> np.ndarray:
-    """Rows that can be told apart by their value and by their index."""
-    number = np.arange(start, start + n)
-    return np.column_stack([number, number % 7, number])
-
-
-def write(folder: Path, rows: np.ndarray, shards: int = 1, form: str = "npy", group: int = 7) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, part in enumerate(np.array_split(rows, shards)):
-        if form == "npy":
-            np.save(folder / f"{number}.npy", part)
-        else:
-            columns = {f"c{d}": column for d, column in enumerate(part.T)}
-            pq.write_table(pa.table(columns), folder / f"{number}.parquet", row_group_size=group)
-    return folder
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Blocks of 7 rows, which are shuffled 20 at a time."""
-    monkeypatch.setattr(ented.shards, "BLOCK", 7)
-    monkeypatch.setattr(ented.shards, "BUFFER", 20)
 
 
 def lane(shards, batch_size, process=0, processes=1, worker=0, workers=1, seed=0, epoch=0) -> list[list[int]]:

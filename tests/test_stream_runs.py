@@ -8,9 +8,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_stream import small, table, write  # noqa: F401
-from test_train import Command
-from training import run
+from files_by_hand import table, write
+from training import Command, run
 
 from ented.gaussian_process import ENTEDModule
 
@@ -56,7 +55,7 @@ def results(folder: Path) -> tuple[pd.DataFrame, dict]:
 @pytest.mark.parametrize(
     "model", ["ented", "ented model.sparse_gradients=true", "gptf_pg", "gptf", "costco", "sbtr likelihood=bernoulli"]
 )
-def test_a_run_leaves_what_others_do(small, command, tmp_path, model, request):  # noqa: F811
+def test_a_run_leaves_what_others_do(small, command, tmp_path, model, request):
     events = request.getfixturevalue("ones" if "bernoulli" in model else "events")
     code, out, err = command(*STREAM, *SMALL, *f"model={model}".split(), "epochs=3", "batch_size=16")
     assert code == 0, err
@@ -196,7 +195,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_with_one_line_and_nothing_written(small, command, events, tmp_path, mistake):  # noqa: F811
+def test_a_mistake_ends_with_one_line_and_nothing_written(small, command, events, tmp_path, mistake):
     spoil, settings, message = MISTAKES[mistake]
     if spoil:
         spoil(tmp_path / "events")

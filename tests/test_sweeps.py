@@ -14,15 +14,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from test_grid import cells
-from test_train import command, counts, tiny  # noqa: F401
-from training import TRAIN
+from training import ROOT, TRAIN, cells, counts
 from wandb import wandb_agent
 
 from ented.runs import RunFolder, flat, material
 from ented.settings import check
 
-ROOT = TRAIN.parent.parent
 SWEEPS = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((ROOT / "sweeps").glob("*.yaml"))}
 KEYS = {"program", "entity", "project", "description", "name", "method", "metric", "parameters", "early_terminate"}
 KEYS |= {"command", "run_cap"}
@@ -147,7 +144,7 @@ def test_the_inducing_sweep_is_the_experiment():
 
 
 @pytest.mark.parametrize("name", [name for name, sweep in SWEEPS.items() if "metric" in sweep])
-def test_the_metric_is_one_that_a_run_logs_of_held_out_training_entries(command, tiny, monkeypatch, name):  # noqa: F811
+def test_the_metric_is_one_that_a_run_logs_of_held_out_training_entries(command, tiny, monkeypatch, name):
     for variable in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NETRC", str(tiny / "no-netrc"))

@@ -15,69 +15,11 @@ import pytest
 import torch
 import yaml
 from filelock import FileLock
+from files_by_hand import write_folds
 from matplotlib.pyplot import imread
 from scipy.stats import nbinom
 from sklearn.metrics import roc_auc_score
-from training import TRAIN, start
-
-TINY = ["epochs=3", "inducing=8", "rank=2", "dataset.source.shape=[6,5,4]", "dataset.source.folds=2"]
-
-
-def write_folds(folder: Path, name: str, seed: int, largest: int) -> None:
-    random = np.random.default_rng(seed)
-    cells = np.array([(i, j, k) for i in range(6) for j in range(5) for k in range(4)])
-    for fold in range(2):
-        rows = np.column_stack([cells, random.integers(0, largest + 1, len(cells))])[random.permutation(len(cells))]
-        (folder / name).mkdir(exist_ok=True)
-        np.savez(folder / name / f"fold-{fold}.npz", train=rows[:90], test=rows[90:])
-
-
-@pytest.fixture
-def tiny(tmp_path, monkeypatch) -> Path:
-    """A data folder with two binary tensors and one of counts, six by five by four."""
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_folds(folder, "ones", 0, 1)
-    write_folds(folder, "zeros", 1, 1)
-    write_folds(folder, "counts", 2, 9)
-    return folder
-
-
-class Command:
-    """`python src/train.py`, or another script, in this process."""
-
-    def __init__(self, capfd, script: Path = TRAIN):
-        self.capfd, self.script = capfd, script
-
-    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
-        self.capfd.readouterr()
-        code = start(self.script, *arguments)
-        out, err = self.capfd.readouterr()
-        if isinstance(code, str):  # what Python itself does with such an exit
-            return 1, out, err + code + "\n"
-        return code, out, err
-
-
-@pytest.fixture
-def command(capfd) -> Command:
-    return Command(capfd)
-
-
-def binary(folder: Path, name: str = "ones") -> list[str]:
-    return ["dataset=enron", f"dataset.name={name}", f"data_dir={folder}", "dataset.source.url=null", *TINY]
-
-
-def counts(folder: Path) -> list[str]:
-    return [
-        *["dataset=ems", "dataset.name=counts", f"data_dir={folder}", "dataset.source.url=null"],
-        *["dataset.source.modes=[a,b,c]", *TINY],
-    ]
-
-
-def finished(runs_dir: Path) -> dict[str, float]:
-    """When each finished run below a folder was finished."""
-    return {str(file.parent): file.stat().st_mtime_ns for file in runs_dir.rglob("metrics.json")}
+from training import TRAIN, binary, counts, finished
 
 
 def numbers(run: Path) -> dict:

@@ -1,4 +1,4 @@
-"""Fits, without the settings of `src/train.py`, and whole runs in other processes."""
+"""Fits without the settings of `src/train.py`; and its runs, in this process or in others."""
 
 import io
 import json
@@ -14,10 +14,13 @@ import lightning as L
 import pandas as pd
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
 from ented.recorder import History, Recorder
 
-TRAIN = Path(__file__).parent.parent / "src" / "train.py"
+ROOT = Path(__file__).parent.parent
+TRAIN = ROOT / "src" / "train.py"
+TINY = ["epochs=3", "inducing=8", "rank=2", "dataset.source.shape=[6,5,4]", "dataset.source.folds=2"]
 ALL = {  # what ENTED has besides the paper's, as keywords of `ENTEDModule`
     **{"factors": "variational", "kernel": "ard", "lengthscale_ratio": 2.0, "mean": "degrees"},
     **{"inducing_inputs": "data", "annealing": True, "components": 2},
@@ -64,6 +67,21 @@ def start(script: Path, *arguments: str | Path) -> int | str:
                 signal.signal(signum, handler)
 
 
+class Command:
+    """`python src/train.py`, or another script, in this process."""
+
+    def __init__(self, capfd, script: Path = TRAIN):
+        self.capfd, self.script = capfd, script
+
+    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
+        self.capfd.readouterr()
+        code = start(self.script, *arguments)
+        out, err = self.capfd.readouterr()
+        if isinstance(code, str):  # what Python itself does with such an exit
+            return 1, out, err + code + "\n"
+        return code, out, err
+
+
 def run(folder: Path, processes: int, *settings: str) -> subprocess.CompletedProcess:
     """`src/train.py` in this process, in one of its own where it is to be killed, or in several by torchrun."""
     if processes == 1 and KILL not in settings:
@@ -79,6 +97,40 @@ def run(folder: Path, processes: int, *settings: str) -> subprocess.CompletedPro
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     environment.pop("HYDRA_FULL_ERROR", None)  # which other tests leave behind
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def binary(folder: Path, name: str = "ones") -> list[str]:
+    return ["dataset=enron", f"dataset.name={name}", f"data_dir={folder}", "dataset.source.url=null", *TINY]
+
+
+def counts(folder: Path) -> list[str]:
+    return [
+        *["dataset=ems", "dataset.name=counts", f"data_dir={folder}", "dataset.source.url=null"],
+        *["dataset.source.modes=[a,b,c]", *TINY],
+    ]
+
+
+def cells(experiment: str) -> set[tuple[str, str, int]]:
+    """The dataset, method and rank of every cell that the grid does not pass over."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("config", [f"experiment={experiment}"], return_hydra_config=True)
+        params = config.hydra.sweeper.params
+        kinds = {}
+        for dataset in params.dataset.split(","):
+            source = compose("config", [f"dataset={dataset}"]).dataset.source
+            kinds[dataset] = source.get("kind", "binary")  # DBLP's is not a setting
+    return {
+        (dataset, model, int(rank))
+        for dataset in kinds
+        for model in params.model.split(",")
+        for rank in str(params.rank).split(",")
+        if model in config.methods[kinds[dataset]]
+    }
+
+
+def finished(runs_dir: Path) -> dict[str, float]:
+    """When each finished run below a folder was finished."""
+    return {str(file.parent): file.stat().st_mtime_ns for file in runs_dir.rglob("metrics.json")}
 
 
 class Kill(L.Callback):

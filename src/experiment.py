@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +20,11 @@ from ented.datasets import Dataset, Stream
 from ented.distributed import from_first, is_distributed, own_gpu, processes, processes_of_node
 from ented.gaussian_process import ENTEDModule, GaussianProcessModule, SummedStrategy
 from ented.lightning import CompletionModule, SweepModule
-from ented.likelihoods import PolyaGamma
 from ented.recorder import History, Recorder, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule
 from ented.runs import RunFolder, finite, read_json, write
 from ented.tensor import InputError, TrainingEntries
+from modules import new_likelihood, new_module
 from tracking import log_figures, tracker
 
 log = logging.getLogger("ented")
@@ -207,22 +207,6 @@ class Run:
         return "  ".join([title(self.cfg), self.about, *numbers, *spent])
 
 
-def new_likelihood(cfg: DictConfig, smallest: float) -> PolyaGamma:
-    """For entries of which the smallest is this."""
-    settings = dict(cfg.likelihood)
-    if settings.get("smallest") == "auto":
-        settings["smallest"] = int(smallest > 0)
-    return instantiate(settings)
-
-
-def new_module(cfg: DictConfig, shape: tuple[int, ...], smallest: float, lr: float) -> CompletionModule:
-    """A module with random initial values, for a tensor of this shape whose smallest entry is this."""
-    settings = {key: value for key, value in cfg.model.items() if key not in ("name", "training")}
-    settings |= {"lr": lr} if "lr" in settings else {}
-    with parameters_in(getattr(torch, cfg.dtype)):
-        return instantiate(settings, shape=shape, likelihood=new_likelihood(cfg, smallest))
-
-
 def prepare(runs: list[Run]) -> None:
     """Read the data, and make the folders of what is missing."""
     for run in runs:
@@ -243,7 +227,7 @@ def complete(cfg: DictConfig, runs: list[Run]) -> None:
     for run in runs:
         with run.folder.logging():
             fits.append(run.final())
-    with tracker(cfg, runs[0].config, runs[0].folder.path) as logger:
+    with tracker(runs[0].config, runs[0].folder.path) as logger:
         folder = replicas_state(runs) if cfg.replicas else fits[0].history.folder
         trainer = train_fits(cfg, missing, fits, folder, logger)
         for run, fit in zip(runs, fits, strict=True):
@@ -342,17 +326,6 @@ def sizes_of(cfg: DictConfig, entries: int) -> tuple[int | str, int]:
         steps = STEPS * math.sqrt(max(entries / ENTRIES, 1))
         epochs = math.ceil(steps / (1 if batch_size == "all" else len(batch_sizes(entries, batch_size))))
     return batch_size, epochs
-
-
-@contextmanager
-def parameters_in(dtype: torch.dtype):
-    """Make new parameters of a dtype. Metrics keep the double precision that they ask for."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def usable(checkpoint: Path) -> Path | None:

@@ -6,12 +6,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
-import yaml
-from hydra.utils import instantiate
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ented.gaussian_process import GaussianProcessModule
 from ented.runs import needs, read_json
+from modules import load
 from results import collect_calibration, read_table
 from tables import DATASETS, METHODS, in_order
 
@@ -28,11 +28,11 @@ STYLES = {
 
 
 def of_run(run: Path) -> dict[str, Figure]:
-    """What the test of a finished run looks like, where the method predicts a distribution."""
+    """What the test of a finished run looks like; nothing of counts without predicted quantiles."""
     bins = collect_calibration(run)
     if bins.empty:
         return {}
-    return {"observed": observed(run)} if (bins.kind == "count").all() else {"calibration": calibration(bins)}
+    return {"observed": observed(run)} if bins.kind.iloc[0] == "count" else {"calibration": calibration(bins)}
 
 
 def save(figure: Figure, file: Path) -> None:
@@ -90,13 +90,14 @@ def inducing(numbers: pd.DataFrame) -> Figure:
 def calibration(bins: pd.DataFrame) -> Figure:
     """Of binary entries, the share of ones; of counts, the share between the predicted 5% and 95% quantiles.
 
-    Of each dataset's lowest rank, under protocol=holdout where there are such runs, in bins with equally many test
-    entries.
+    Of one method at each dataset's lowest rank, under protocol=holdout where there are such runs, in bins with equally
+    many test entries.
     """
+    bins = bins.assign(rank=bins["rank"].fillna(0))  # of a method without one
     bins = bins[bins["rank"] == bins.groupby("dataset")["rank"].transform("min")]
     bins = bins[bins.protocol == bins.groupby("dataset").protocol.transform("min")]  # holdout is before paper
     kinds = in_order(bins.kind, ["binary", "count"])
-    methods = ", ".join(METHODS.get(model, model) for model in in_order(bins.model, METHODS))
+    model = bins.model.iloc[0]
     figure, axes = panels(len(kinds))
     for panel, kind in zip(axes, kinds, strict=True):
         for i, dataset in enumerate(in_order(bins[bins.kind == kind].dataset, DATASETS)):
@@ -114,7 +115,7 @@ def calibration(bins: pd.DataFrame) -> Figure:
             panel.axhline(0.9, color="0.7", linewidth=0.8)
             panel.set(xscale="log", xlabel="predicted mean count", ylabel="share inside the 5% to 95% quantiles")
             panel.set_ylim(0.5, 1.01)
-        panel.set_title(methods)
+        panel.set_title(METHODS.get(model, model))
         panel.legend(fontsize=8, frameon=False)
     return figure
 
@@ -148,33 +149,28 @@ def factors(run: Path, mode: str) -> Figure:
     act alike. The rows have names where the dataset has them, numbers otherwise, and neither where they are too many to
     be read.
     """
-    needs(run, "config.yaml", "last.ckpt")
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    dataset = instantiate(config["dataset"]["source"])
+    module, dataset = load(run)
     if mode not in dataset.modes:
         raise ValueError(f"there is no mode {mode}: the modes of {dataset.name} are {', '.join(dataset.modes)}")
-    state = torch.load(run / "last.ckpt", map_location="cpu", weights_only=True)["state_dict"]
-    if "model.table.Z" not in state:
+    if not isinstance(module, GaussianProcessModule):
         raise ValueError(f"{run} is a run of a method without such factors: name one of ented, gptf_pg or gptf")
-    d, rank, sizes = dataset.modes.index(mode), config["model"]["rank"], list(dataset.shape)
+    model, d = module.model, dataset.modes.index(mode)
+    rank = model.table.rank
     if rank < 2:
         raise ValueError(f"{run} has rank 1: the figure shows two directions")
-    rows = slice(sum(sizes[:d]), sum(sizes[: d + 1]))
-    Z = state["model.table.Z"].double()
-    Z = (Z[0] if Z.dim() == 3 else Z)[rows]
-    scale = torch.ones(rank, dtype=torch.float64)
-    if (lengthscale := state.get("model.kernel.log_lengthscale")) is not None:
-        scale = lengthscale.double().reshape(-1, lengthscale.shape[-1])[0].exp().expand(len(sizes) * rank)
-        scale = scale[d * rank : (d + 1) * rank]
-    means = Z[:, :rank] / scale
+    Z = model.table.Z.detach().double()
+    Z = Z.reshape(-1, *Z.shape[-2:])  # components, rows, columns
+    precision = torch.as_tensor(model.kernel.precision).detach().expand(len(Z), 1, rank * len(dataset.shape))
+    means = Z[0, :, :rank].split(dataset.shape)[d] * precision[0, 0].split(rank)[d].sqrt()
     centred = means - means.mean(0)
     directions = torch.linalg.svd(centred, full_matrices=False)[2][:2]
     xy = centred @ directions.T
     figure, axes = plt.subplots(figsize=(5.5, 4.5), layout="constrained")
     axes.plot(*xy.T, "o", color="0.6", markersize=3)
-    names = getattr(dataset, "labels", {}).get(mode, range(len(xy)))
-    for (x, y), name in zip(xy.tolist(), names, strict=True) if len(xy) <= NAMED else ():
-        axes.annotate(str(name), (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+    if len(xy) <= NAMED:
+        names = dataset.labels.get(mode, range(len(xy)))
+        for point, name in zip(xy.tolist(), names, strict=True):
+            axes.annotate(str(name), point, xytext=(3, 3), textcoords="offset points", fontsize=7)
     axes.set(xlabel="first direction, in lengthscales", ylabel="second direction, in lengthscales")
     axes.set_title(f"{dataset.name}: factors of {mode}")
     return figure

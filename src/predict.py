@@ -9,47 +9,28 @@ of a one), and mean and standard deviation of f.
 """
 
 import argparse
-import pickle
 import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 from ented.datasets import Dataset
 from ented.lightning import CompletionModule
-from ented.runs import needs, write
+from ented.runs import as_table, write
 from ented.tensor import COOTensor, InputError
-from experiment import new_module
-from results import read_table
+from modules import load
+from results import one_line, read_table
 
 BATCH = 4096
-
-
-def load(folder: Path) -> tuple[CompletionModule, Dataset]:
-    """The trained module of a finished run, and its dataset, whose entries are not read."""
-    needs(folder, "config.yaml", "last.ckpt")
-    cfg = OmegaConf.load(folder / "config.yaml")
-    if "smallest_entry" not in cfg:
-        raise InputError(f"{folder} was made by an older version: run its command again with force=true")
-    dataset = instantiate(cfg.dataset.source)
-    module = new_module(cfg, dataset.shape, cfg.smallest_entry, lr=1e-3)  # with which nothing is trained
-    try:
-        checkpoint = torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise InputError(f"{folder / 'last.ckpt'} cannot be read ({error})") from None
-    module.load_state_dict(checkpoint["state_dict"])
-    return module.eval(), dataset
 
 
 def read_cells(file: Path, dataset: Dataset) -> tuple[pd.DataFrame, COOTensor]:
     """The table's columns of the tensor's modes, as they are and as indices."""
     table, indices = read_table(file, dataset.modes)[dataset.modes], {}
     for mode in dataset.modes:
-        column, names = table[mode], getattr(dataset, "labels", {}).get(mode)
+        column, names = table[mode], dataset.labels.get(mode)
         if names:
             codes = column.astype(str).map({name: i for i, name in enumerate(names)})
             if codes.isna().any():
@@ -69,10 +50,7 @@ def read_cells(file: Path, dataset: Dataset) -> tuple[pd.DataFrame, COOTensor]:
 @torch.no_grad()
 def predict(module: CompletionModule, cells: COOTensor) -> pd.DataFrame:
     """The predictive distribution of each cell, see `ented.predictive.Predictive.columns`."""
-    parts = [module.predictive(indices).columns() for indices in cells.indices.split(BATCH)]
-    return pd.concat(
-        [pd.DataFrame({name: column.numpy() for name, column in part.items()}) for part in parts], ignore_index=True
-    )
+    return as_table([module.predictive(indices).columns() for indices in cells.indices.split(BATCH)])
 
 
 def main() -> None:
@@ -85,10 +63,8 @@ def main() -> None:
         module, dataset = load(arguments.run)
         table, cells = read_cells(arguments.cells, dataset)
         write(arguments.predictions, table.join(predict(module, cells)).to_csv(index=False, float_format="%.6g"))
-    except OSError as error:
-        sys.exit(f"error: {error.filename}: {error.strerror}")
-    except ValueError as error:  # InputError, or that of `read_table`
-        sys.exit(f"error: {' '.join(str(error).split())}")
+    except (OSError, ValueError) as error:  # InputError, or that of `read_table`
+        sys.exit(f"error: {one_line(error)}")
 
 
 if __name__ == "__main__":

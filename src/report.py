@@ -39,6 +39,7 @@ from results import (
     collect_variants,
     failed,
     finished,
+    one_line,
     read_table,
     save,
     with_columns,
@@ -62,10 +63,9 @@ With protocol=paper, + and - mark a mean that is more than two published standar
 
 
 def write_report(arguments: argparse.Namespace) -> None:
-    """Write report.md, and a folder for each protocol in which every table is a .md, a .tex and a .csv."""
+    """Write report.md, the figures, and for each protocol a folder in which every table is a .md, a .tex and a .csv."""
     of_figures, out = figures_of(arguments), arguments.out
-    only_studies = of_figures and arguments.source == [RUNS] and not any(RUNS.rglob("metrics.json"))
-    numbers = with_columns(pd.DataFrame()) if only_studies else collect_all(arguments.source)
+    numbers = numbers_of(arguments, or_none=len(of_figures) > 0)
     if arguments.csv:
         save(numbers, arguments.csv)
     numbers = numbers[numbers.protocol.isin(["paper", "holdout"])]
@@ -95,6 +95,14 @@ def write_report(arguments: argparse.Namespace) -> None:
     (out / "report.md").write_text("\n\n".join(text) + "\n")
     runs, failures = (len(part.drop_duplicates(ABOUT)) for part in (finished(numbers), failed(numbers)))
     print(f"{out / 'report.md'}: {runs} finished runs" + (f", {failures} failed ones" if failures else ""))
+
+
+def numbers_of(arguments: argparse.Namespace, or_none: bool) -> pd.DataFrame:
+    """The numbers of the sources; none, where that may be, if no run was started but those of the studies."""
+    started = (file for name in ("metrics.json", "error.txt") for file in RUNS.rglob(name))
+    if or_none and arguments.source == [RUNS] and not any(started):
+        return with_columns(pd.DataFrame())
+    return collect_all(arguments.source)
 
 
 def figures_of(arguments: argparse.Namespace) -> list[tuple[str, pd.DataFrame, Callable]]:
@@ -202,9 +210,7 @@ def main() -> None:
         else:
             write_report(arguments)
     except (OSError, ValueError) as error:  # files that cannot be written, or are not what a run leaves
-        named = isinstance(error, OSError) and error.filename
-        text = f"{error.filename}: {error.strerror}" if named else str(error)
-        sys.exit(f"error: {' '.join(text.split())}")
+        sys.exit(f"error: {one_line(error)}")
 
 
 if __name__ == "__main__":

@@ -102,11 +102,13 @@ def collect_calibration(source: Path, bins: int = 20) -> pd.DataFrame:
     of_cells = {}
     for file in sorted(source.rglob("predictions.csv")):
         test = read_table(file, ["value", "mean"])
-        if "lower" in test and (file.parent / "metrics.json").exists():
-            run = read_json(file.parent / "metrics.json")
-            kind = "binary" if "auc" in run["metrics"] else "count"
-            inside = (test.value >= test.lower) & (test.value <= test.upper)
-            predicted = test.assign(observed=test.value if kind == "binary" else inside)[["mean", "observed"]]
+        if not (file.parent / "metrics.json").exists():
+            continue
+        run = read_json(file.parent / "metrics.json")
+        kind = "binary" if "auc" in run["metrics"] else "count"
+        if kind == "binary" or "lower" in test:
+            observed = test.value if kind == "binary" else (test.value >= test.lower) & (test.value <= test.upper)
+            predicted = test.assign(observed=observed)[["mean", "observed"]]
             cell = run["dataset"], kind, run["model"], run["rank"], run["protocol"]
             of_cells.setdefault(cell, []).append(predicted)
     parts = []
@@ -115,7 +117,7 @@ def collect_calibration(source: Path, bins: int = 20) -> pd.DataFrame:
         binned = test.groupby(np.arange(len(test)) * bins // len(test))
         table = binned.agg(predicted=("mean", "mean"), observed=("observed", "mean"), entries=("mean", "size"))
         parts.append(table.assign(**dict(zip(columns, cell, strict=False)))[columns])
-    return pd.concat(parts) if parts else pd.DataFrame(columns=columns)
+    return (pd.concat(parts) if parts else pd.DataFrame(columns=columns)).astype({"rank": "Int64"})
 
 
 def read_table(file: Path, columns: list[str]) -> pd.DataFrame:
@@ -127,6 +129,12 @@ def read_table(file: Path, columns: list[str]) -> pd.DataFrame:
     if missing := [column for column in columns if column not in table]:
         raise ValueError(f"{file} has no column {missing[0]}: it needs {', '.join(columns)}")
     return table
+
+
+def one_line(error: OSError | ValueError) -> str:
+    """What is wrong, and with which file."""
+    named = isinstance(error, OSError) and error.filename
+    return " ".join((f"{error.filename}: {error.strerror}" if named else str(error)).split())
 
 
 def finished(numbers: pd.DataFrame) -> pd.DataFrame:

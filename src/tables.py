@@ -10,11 +10,10 @@ from collections.abc import Iterable
 import pandas as pd
 from scipy.stats import ttest_rel
 
+from ented.metrics import METRICS
 from results import failed, finished
 
 RUN = ["dataset", "model", "rank", "protocol", "missing"]
-BINARY = ["auc", "nll", "nll_plugin"]
-COUNTS = ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"]
 PLUGIN = {"binary": ["auc", "nll_plugin"], "count": ["rmse_plugin", "mape_plugin", "nll_plugin"]}
 PUBLISHED = {  # the paper's tables, in its definition of the metrics, which are the plug-in ones
     "binary": ["auc", "nll_plugin"],
@@ -44,7 +43,7 @@ def means(numbers: pd.DataFrame) -> list[pd.DataFrame]:
     text = numbers.groupby([*keys, "metric"], dropna=False).value.agg(spread).unstack()
     runs = numbers.drop_duplicates([*keys, "fold", "seed"]).groupby(keys, dropna=False).size()
     parts = []
-    for metrics in (BINARY, COUNTS):
+    for metrics in METRICS.values():
         part = text.reindex(columns=metrics)
         part = part[part[metrics[0]].notna()].astype(object).fillna("–").join(runs.rename("runs")).reset_index()
         if len(part):

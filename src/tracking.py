@@ -8,7 +8,6 @@ import matplotlib
 import matplotlib.pyplot as plt
 from hydra.utils import instantiate
 from lightning.pytorch.loggers import WandbLogger
-from omegaconf import DictConfig
 
 import figures
 from ented.distributed import is_first
@@ -16,23 +15,17 @@ from ented.runs import flat
 
 
 @contextmanager
-def tracker(cfg: DictConfig, config: dict, folder: Path):
-    """The logger that the settings ask for, False for none; closed at the end, also after an error.
-
-    Parameters
-    ----------
-    cfg, config : all settings, and the same, resolved, of this run.
-    folder : the run's.
-    """
-    if not cfg.logger or not is_first():
+def tracker(config: dict, folder: Path):
+    """The logger that the run's settings ask for, False (Lightning's word) for none; closed at the end, or an error."""
+    if not config["logger"] or not is_first():
         yield False
         return
     import wandb
 
     has_key = wandb.login(prompt=False)
     mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
-    name = folder.relative_to(str(cfg.runs_dir)).as_posix()
-    logger = instantiate(cfg.logger, save_dir=folder, name=name, mode=mode)
+    name = folder.relative_to(config["runs_dir"]).as_posix()
+    logger = instantiate(config["logger"], save_dir=folder, name=name, mode=mode)
     logger.log_hyperparams(flat(config))  # a sweep keeps the names of its parameters, such as dataset, for itself
     try:
         yield logger

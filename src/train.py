@@ -37,7 +37,8 @@ from ented.predictive import Predictive
 from ented.runs import OF_SOME_MODELS, PLACES, Busy, clear, write_summary
 from ented.settings import check
 from ented.tensor import InputError
-from experiment import Run, RunsFailed, accelerator, complete, parameters_in, prepare, replicas_folder, several, title
+from experiment import Run, RunsFailed, accelerator, complete, prepare, replicas_folder, several, title
+from modules import parameters_in
 
 log = logging.getLogger("ented")
 LARGE = 10**6  # entries or rows, from where on the additive model can take longer than the method

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 
 def write_folds(folder: Path, name: str, seed: int, largest: int) -> None:
@@ -41,3 +42,11 @@ def write_run(root: Path, dataset: str, fold: int, metrics: dict, model: str = "
     spent = {"epochs": 5, "steps": 50, "train_seconds": seconds, "missing": "masked", "command": "x", "version": "1"}
     (run / "metrics.json").write_text(json.dumps({**about, "metrics": metrics, **spent}))
     return run
+
+
+def fail_run(root: Path, dataset: str, fold: int, model: str) -> None:
+    run = root / dataset / f"{model}/rank=3/fold={fold}/seed=0"
+    run.mkdir(parents=True)
+    (run / "error.txt").write_text("RuntimeError: no room\n\nTraceback ...\n")
+    config = {"dataset": {"name": dataset}, "model": {"name": model, "rank": 3}, "fold": fold, "seed": 0}
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"protocol": {"name": "paper"}}))

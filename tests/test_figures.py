@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from files_by_hand import write_run
+from files_by_hand import fail_run, write_run
 from matplotlib.pyplot import imread
+from training import binary, counts
 
 import figures
 from results import collect_calibration, collect_epochs, collect_variants
@@ -94,6 +95,26 @@ def test_studies_without_other_runs_have_a_report(report, studies, monkeypatch):
     (studies / "convergence").rename(studies / "studies/convergence")
     code, out, err = report()
     assert code == 0, err
-    assert {file.name for file in Path("report").iterdir()} == {
-        f"convergence.{kind}" for kind in ("csv", "png", "pdf")
-    } | {"report.md"}
+    figure = {f"convergence.{kind}" for kind in ("csv", "png", "pdf")}
+    assert {file.name for file in Path("report").iterdir()} == figure | {"report.md"}
+    fail_run(studies / "runs", "ems", 0, "gcp")  # one that failed is no missing one
+    code, out, err = report()
+    assert code == 0, err
+    assert "1 failed" in out
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "expected"),
+    [
+        ("ented", binary, {"calibration"}),
+        ("main_effects", binary, {"calibration"}),  # which has no rank
+        ("costco", binary, {"calibration"}),
+        ("ented", counts, {"observed"}),
+        ("ncpd", counts, set()),
+    ],
+)
+def test_figures_of_a_run(command, tiny, model, make, expected):
+    assert command(*make(tiny), "fold=0", f"model={model}")[0] == 0
+    (metrics,) = tiny.parent.rglob("metrics.json")
+    made = figures.of_run(metrics.parent)
+    assert set(made) == expected and all(figure.axes[0].lines for figure in made.values())

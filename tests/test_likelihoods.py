@@ -234,6 +234,25 @@ def test_the_shape_gradient_is_that_of_the_predictive_log_probability(float64, s
     assert gradient.detach().numpy() == pytest.approx(expected, rel=5e-3, abs=2e-4)
 
 
+def test_the_shape_gradient_finds_the_shape_of_uncertain_counts(float64):
+    """Of counts whose log means are draws from what is known of them; the bound has its optimum below half of it."""
+    random = np.random.default_rng(0)
+    entries, zeta, variance = 20_000, 20.0, 0.1
+    mean = random.normal(2.0, 1.0, entries)  # of log m
+    m = np.exp(random.normal(mean, np.sqrt(variance)))
+    x, log_m = torch.from_numpy(random.negative_binomial(zeta, zeta / (zeta + m)).astype(float)), torch.from_numpy(mean)
+    variances = torch.full((entries,), variance)
+
+    def of_shape(zeta):
+        likelihood = NegativeBinomial(zeta, learned=True, quadrature=True)
+        f_mean = log_m + likelihood.offset  # -log zeta
+        (of_bound,) = torch.autograd.grad(likelihood.bound(x, f_mean, variances).sum(), likelihood.log_zeta)
+        return likelihood.shape_gradient(x, f_mean, variances).sum().item(), of_bound.item()
+
+    assert of_shape(0.9 * zeta)[0] > 0 > of_shape(1.1 * zeta)[0]
+    assert of_shape(0.5 * zeta)[1] < 0
+
+
 def test_a_learned_shape_as_a_number(float64):
     known = NegativeBinomial(3.5, 1, learned=True).known()
     assert (known.zeta, known.smallest, known.learned) == (pytest.approx(3.5), 1, False)

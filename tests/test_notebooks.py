@@ -1,6 +1,6 @@
 """The notebooks run from top to bottom, and are committed with their outputs, which
 
-python -m pytest --nbmake --overwrite notebooks
+jupyter nbconvert --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 renews.
 """

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import yaml
-from files_by_hand import write_run
+from files_by_hand import fail_run, write_run
 
 from tables import tex
 
@@ -131,14 +130,6 @@ def test_a_metric_that_one_fold_does_not_have_has_no_mean(report, tmp_path):
     for fold, auc in enumerate([0.5, None]):
         write_run(tmp_path, "digg", fold, {"auc": auc, "nll": 1.0, "nll_plugin": 2.0})
     assert "| – | 1.000 ± 0.000 | 2.000 ± 0.000 | 2 |" in report(tmp_path, "--table")[1]
-
-
-def fail_run(root: Path, dataset: str, fold: int, model: str) -> None:
-    run = root / dataset / f"{model}/rank=3/fold={fold}/seed=0"
-    run.mkdir(parents=True)
-    (run / "error.txt").write_text("RuntimeError: no room\n\nTraceback ...\n")
-    config = {"dataset": {"name": dataset}, "model": {"name": model, "rank": 3}, "fold": fold, "seed": 0}
-    (run / "config.yaml").write_text(yaml.safe_dump(config | {"protocol": {"name": "paper"}}))
 
 
 @pytest.fixture

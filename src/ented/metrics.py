@@ -9,6 +9,11 @@ from torchmetrics.utilities import dim_zero_cat
 
 from ented.predictive import Predictive
 
+METRICS = {
+    "binary": ["auc", "nll", "nll_plugin"],
+    "count": ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"],
+}
+
 
 class RelativeRMSE(Metric):
     """sqrt(sum (x - prediction)^2) / sqrt(sum x^2)."""
@@ -76,13 +81,9 @@ class CompletionMetrics(nn.Module):
     def __init__(self, kind: str, sync_on_compute: bool = True):
         super().__init__()
         self.kind = kind
-        names = {
-            "binary": ["auc", "nll", "nll_plugin"],
-            "count": ["rmse", "mape", "nll", "nll_plugin", "rmse_plugin", "mape_plugin"],
-        }
         makers = {"auc": AUC, "rmse": RelativeRMSE}
         self.metrics = nn.ModuleDict(
-            {name: makers.get(name.split("_")[0], Mean)(sync_on_compute=sync_on_compute) for name in names[kind]}
+            {name: makers.get(name.split("_")[0], Mean)(sync_on_compute=sync_on_compute) for name in METRICS[kind]}
         )
 
     def update(self, predictive: Predictive, x: Float[Tensor, "S"], mape: bool = True) -> None:

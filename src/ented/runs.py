@@ -165,11 +165,7 @@ class RunFolder:
         `batches` holds the columns of consecutive parts of the test set, see `ented.predictive.Predictive.columns`.
         """
         table = pd.DataFrame(test.indices.numpy(), columns=modes).assign(value=test.values.long().numpy())
-        columns = pd.concat(
-            [pd.DataFrame({name: column.numpy() for name, column in batch.items()}) for batch in batches],
-            ignore_index=True,
-        )
-        write(self.path / "predictions.csv", table.join(columns).to_csv(index=False, float_format="%.6g"))
+        write(self.path / "predictions.csv", table.join(as_table(batches)).to_csv(index=False, float_format="%.6g"))
 
     def finish(self, metrics: dict[str, float], epochs: int, steps: int, train_seconds: float, command: str) -> dict:
         """Write metrics.json, which marks the run as finished, and return its content."""
@@ -184,6 +180,12 @@ class RunFolder:
         }
         write(self.path / "metrics.json", json.dumps(result, indent=2) + "\n")
         return result
+
+
+def as_table(batches: list[dict[str, Tensor]]) -> pd.DataFrame:
+    """The columns of consecutive parts of a tensor's entries as one table."""
+    parts = [pd.DataFrame({name: column.numpy() for name, column in batch.items()}) for batch in batches]
+    return pd.concat(parts, ignore_index=True)
 
 
 def about(config: dict) -> dict[str, object]:

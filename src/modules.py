@@ -1,0 +1,63 @@
+"""The module of a run: a new one, as the settings have it, and that of a finished run."""
+
+import pickle
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from ented.datasets import Dataset
+from ented.lightning import CompletionModule
+from ented.likelihoods import PolyaGamma
+from ented.runs import needs
+from ented.tensor import InputError
+
+
+def new_likelihood(cfg: DictConfig, smallest: float) -> PolyaGamma:
+    """For entries of which the smallest is this."""
+    settings = dict(cfg.likelihood)
+    if settings.get("smallest") == "auto":
+        settings["smallest"] = int(smallest > 0)
+    return instantiate(settings)
+
+
+def new_module(cfg: DictConfig, shape: tuple[int, ...], smallest: float, lr: float) -> CompletionModule:
+    """A module with random initial values, for a tensor of this shape whose smallest entry is this."""
+    settings = {key: value for key, value in cfg.model.items() if key not in ("name", "training")}
+    settings |= {"lr": lr} if "lr" in settings else {}
+    with parameters_in(getattr(torch, cfg.dtype)):
+        return instantiate(settings, shape=shape, likelihood=new_likelihood(cfg, smallest))
+
+
+@contextmanager
+def parameters_in(dtype: torch.dtype):
+    """Make new parameters of a dtype. Metrics keep the double precision that they ask for."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load(folder: Path) -> tuple[CompletionModule, Dataset]:
+    """The trained module of a finished run, and its dataset, whose entries are not read.
+
+    Raises
+    ------
+    InputError : files of the run are missing, damaged, or of an older version.
+    """
+    needs(folder, "config.yaml", "last.ckpt")
+    cfg = OmegaConf.load(folder / "config.yaml")
+    if "smallest_entry" not in cfg:
+        raise InputError(f"{folder} was made by an older version: run its command again with force=true")
+    dataset = instantiate(cfg.dataset.source)
+    module = new_module(cfg, dataset.shape, cfg.smallest_entry, lr=1e-3)  # with which nothing is trained
+    try:
+        checkpoint = torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise InputError(f"{folder / 'last.ckpt'} cannot be read ({error})") from None
+    module.load_state_dict(checkpoint["state_dict"])
+    return module.eval(), dataset

@@ -1,6 +1,9 @@
+"""The likelihoods against SciPy's distributions, dense sums and automatic differentiation."""
+
 import numpy as np
 import pytest
 import torch
+from dense_sums import GAUSSIANS, NB, ZETA, both, expectation, gaussian, log_pmf, tensor, values_of
 from scipy import integrate, stats
 from scipy.optimize import minimize_scalar
 from scipy.special import expit
@@ -8,42 +11,6 @@ from scipy.special import expit
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.predictive import LatentGaussian
 from ented.tensor import InputError
-
-ZETA = 20.0
-NB = NegativeBinomial(ZETA)
-# (mean, variance) of f
-GAUSSIANS = [(0.0, 1.0), (-1.3, 0.2), (0.8, 0.5), (2.5, 0.05), (-3.0, 1.0)]
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def log_pmf(likelihood, x, f):
-    """log p(x | f) by SciPy."""
-    if likelihood.kind == "binary":
-        return stats.bernoulli.logpmf(x, expit(f))
-    return stats.nbinom.logpmf(x, likelihood.zeta, expit(-f))
-
-
-def values_of(likelihood):
-    return (0, 1) if likelihood.kind == "binary" else (0, 1, 7, 20, 150)
-
-
-def expectation(function, mean, variance):
-    """E[function(f)] for f ~ N(mean, variance), by the trapezoidal rule: exact to rounding for smooth functions."""
-    t = np.linspace(-12, 12, 801)
-    return (function(mean + np.sqrt(variance) * t) * stats.norm.pdf(t)).sum(-1) * (t[1] - t[0])
-
-
-def predictive(likelihood, mean, variance):
-    """Of one entry."""
-    return LatentGaussian(likelihood, tensor(mean), tensor(variance))
-
-
-both = pytest.mark.parametrize("likelihood", [Bernoulli(), NB, NegativeBinomial(3.5)], ids=["binary", "20", "3.5"])
-gaussian = pytest.mark.parametrize(("mean", "variance"), GAUSSIANS)
-
 
 # p(x | f)
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from dense_sums import NB, ZETA, both, expectation, gaussian, log_pmf, predictive, tensor, values_of
 from scipy import integrate, stats
 from scipy.special import expit
-from test_likelihoods import NB, ZETA, both, expectation, gaussian, log_pmf, predictive, tensor, values_of
 
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.predictive import LatentGaussian, LatentMixture

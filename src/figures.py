@@ -65,8 +65,11 @@ def convergence(epochs: pd.DataFrame) -> Figure:
 
 def inducing(numbers: pd.DataFrame) -> Figure:
     """Plug-in RMSE, and seconds of an epoch, against the number of inducing points, which is the column `variant`."""
-    numbers = numbers[numbers.metric == "rmse_plugin"]
-    numbers = numbers.assign(points=numbers.variant.astype(int))
+    points = pd.to_numeric(numbers.variant, errors="coerce")
+    if points.isna().any():
+        name = numbers.variant[points.isna()].iloc[0]
+        raise ValueError(f"{name} is no number of inducing points, by which the folders of such a study are named")
+    numbers = numbers.assign(points=points.astype(int))[numbers.metric == "rmse_plugin"]
     if len(numbers[["dataset", "rank"]].drop_duplicates()) != 1:
         raise ValueError("the figure of inducing points is of runs of counts on one dataset at one rank")
     numbers = numbers.assign(epoch_seconds=numbers.seconds / numbers.epochs)
@@ -114,7 +117,7 @@ def calibration(bins: pd.DataFrame) -> Figure:
         else:
             panel.axhline(0.9, color="0.7", linewidth=0.8)
             panel.set(xscale="log", xlabel="predicted mean count", ylabel="share inside the 5% to 95% quantiles")
-            panel.set_ylim(0.5, 1.01)
+            panel.set_ylim(min(0.5, bins[bins.kind == kind].observed.min() - 0.02), 1.01)
         panel.set_title(METHODS.get(model, model))
         panel.legend(fontsize=8, frameon=False)
     return figure
@@ -172,6 +175,7 @@ def factors(run: Path, mode: str) -> Figure:
         for point, name in zip(xy.tolist(), names, strict=True):
             axes.annotate(str(name), point, xytext=(3, 3), textcoords="offset points", fontsize=7)
     axes.set(xlabel="first direction, in lengthscales", ylabel="second direction, in lengthscales")
+    axes.set_aspect("equal", adjustable="datalim")
     axes.set_title(f"{dataset.name}: factors of {mode}")
     return figure
 

@@ -1,6 +1,5 @@
 """The module of a run: a new one, as the settings have it, and that of a finished run."""
 
-import pickle
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,7 +56,9 @@ def load(folder: Path) -> tuple[CompletionModule, Dataset]:
     module = new_module(cfg, dataset.shape, cfg.smallest_entry, lr=1e-3)  # with which nothing is trained
     try:
         checkpoint = torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise InputError(f"{folder / 'last.ckpt'} cannot be read ({error})") from None
-    module.load_state_dict(checkpoint["state_dict"])
+        module.load_state_dict(checkpoint["state_dict"])
+    except Exception as error:  # torch, zipfile and pickle raise many kinds
+        raise InputError(
+            f"{folder / 'last.ckpt'} cannot be read ({error!r}): run its command again with force=true"
+        ) from None
     return module.eval(), dataset

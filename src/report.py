@@ -27,6 +27,7 @@ from pathlib import Path
 
 import matplotlib
 import pandas as pd
+from matplotlib.figure import Figure
 
 import figures
 import tables
@@ -58,8 +59,11 @@ TITLES = {
     "failed": "Runs that failed",
 }
 INTRODUCTION = """\
-All metrics are plug-in ones, as in the paper. The paper's numbers are in square brackets, and the best of ours is bold.
-With protocol=paper, + and - mark a mean that is more than two published standard deviations better or worse."""
+All metrics are plug-in ones, as in the paper: mean ± standard deviation over folds. The paper's numbers are in square
+brackets. Of the means over all folds of a dataset the best is bold. A place is 1 for the best of these, and how many
+places a mean is of stands behind it. With protocol=paper, + and - mark a mean that is more than two published standard
+deviations better or worse. A difference to ENTED, over the folds that both have, is above 0 where ENTED is better,
+whichever way the metric goes; p is that of a paired t-test."""
 
 
 def write_report(arguments: argparse.Namespace) -> None:
@@ -80,18 +84,21 @@ def write_report(arguments: argparse.Namespace) -> None:
         folder = out / protocol
         folder.mkdir(parents=True, exist_ok=True)
         cells.to_csv(folder / "cells.csv", index=False)
+        for name in TITLES:  # nothing of an earlier report stays
+            for suffix in ("md", "tex", "csv"):
+                (folder / f"{name}.{suffix}").unlink(missing_ok=True)
         for name, table in parts.items():
             if len(table):
                 (folder / f"{name}.md").write_text(tables.markdown(table) + "\n")
                 (folder / f"{name}.tex").write_text(tables.latex(table) + "\n")
-                table.to_csv(folder / f"{name}.csv", index=False)
+                table.replace(r"\*\*", "", regex=True).to_csv(folder / f"{name}.csv", index=False)
                 text.append(f"### {TITLES[name]}\n\n{tables.markdown(table)}")
     out.mkdir(parents=True, exist_ok=True)
-    for name, table, figure in of_figures:
+    for name, table, maker, figure in of_figures:
         table.to_csv(out / f"{name}.csv", index=False)
         for suffix in ("png", "pdf"):
-            figures.save(figure(table), out / f"{name}.{suffix}")
-        text.append(f"## {name}\n\n![{name}]({name}.png)\n\n{inspect.getdoc(figure)}")
+            figures.save(figure, out / f"{name}.{suffix}")
+        text.append(f"## {name}\n\n![{name}]({name}.png)\n\n{inspect.getdoc(maker)}")
     (out / "report.md").write_text("\n\n".join(text) + "\n")
     runs, failures = (len(part.drop_duplicates(ABOUT)) for part in (finished(numbers), failed(numbers)))
     print(f"{out / 'report.md'}: {runs} finished runs" + (f", {failures} failed ones" if failures else ""))
@@ -105,21 +112,24 @@ def numbers_of(arguments: argparse.Namespace, or_none: bool) -> pd.DataFrame:
     return collect_all(arguments.source)
 
 
-def figures_of(arguments: argparse.Namespace) -> list[tuple[str, pd.DataFrame, Callable]]:
-    """The name, the numbers and the maker of each figure that there are numbers for, or that is asked for."""
+def figures_of(arguments: argparse.Namespace) -> list[tuple[str, pd.DataFrame, Callable, Figure]]:
+    """The name, the numbers, the maker and the figure, of each that there are numbers for, or that is asked for.
+
+    The studies are looked for where no source is named.
+    """
     found = []
     for name, collect_study, figure in [
         ("convergence", collect_epochs, figures.convergence),
         ("inducing", collect_variants, figures.inducing),
     ]:
         asked_for, default = getattr(arguments, name), STUDIES / name
-        if asked_for or any(default.rglob("metrics.json")):
+        if asked_for or (arguments.source == [RUNS] and any(default.rglob("metrics.json"))):
             found.append((name, collect_study(asked_for or default), figure))
     sources = [arguments.calibration] if arguments.calibration else [s for s in arguments.source if s.is_dir()]
     bins = [collect_calibration(source).query("model == 'ented'") for source in sources]
     if any(map(len, bins)):
         found.append(("calibration", pd.concat(bins), figures.calibration))
-    return found
+    return [(name, table, maker, maker(table)) for name, table, maker in found]
 
 
 def printed(arguments: argparse.Namespace) -> str:

@@ -1,5 +1,6 @@
 """The numbers of all runs as one table, a row for each run and metric."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ FAILED = "failed"  # stands for the metric of a run that failed; then there is n
 def collect(source: Path) -> pd.DataFrame:
     """All numbers of every finished run below a folder, and a row for each failed one; or such a table from its CSV."""
     if not source.is_dir():
-        return with_columns(read_table(source, [*ABOUT, "metric", "value"]))
+        return of_table(source)
     rows, folders = [], {}
     for file in sorted(source.rglob("metrics.json")):
         try:
@@ -23,15 +24,15 @@ def collect(source: Path) -> pd.DataFrame:
             cell = {key: run[key] for key in ABOUT}
             spent = {"epochs": run["epochs"], "seconds": run["train_seconds"]}
             made = {"command": run["command"], "version": run["version"]}
-            metrics = run["metrics"].items()
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{file} has no {error}: remove it, and start its run again") from None
+            metrics = {name: math.nan if value is None else float(value) for name, value in run["metrics"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{file} is damaged ({error!r}): remove it, and start its run again") from None
         twin = folders.setdefault(tuple(cell.values()), file.parent)
         if twin != file.parent:
             raise ValueError(
                 f"{twin} and {file.parent} hold the same run: name a folder that has one of them, or --variants"
             )
-        rows += [{**cell, "metric": name, "value": value, **spent, **made} for name, value in metrics]
+        rows += [{**cell, "metric": name, "value": value, **spent, **made} for name, value in metrics.items()]
     for file in sorted(source.rglob("error.txt")):
         try:
             cell = about(yaml.safe_load((file.parent / "config.yaml").read_text()))
@@ -41,6 +42,24 @@ def collect(source: Path) -> pd.DataFrame:
     if not rows:
         raise ValueError(f"no finished run below {source}")
     return with_columns(pd.DataFrame(rows))
+
+
+def of_table(file: Path, *also: str) -> pd.DataFrame:
+    """The numbers in a CSV, which must have the columns of all tables of numbers, and some `also`."""
+    numbers = read_table(file, [*ABOUT, "metric", "value", *also])
+    if numbers.empty:
+        raise ValueError(f"{file} holds no run")
+    for column in ("rank", "value"):
+        wrong = numbers[column].notna() & pd.to_numeric(numbers[column], errors="coerce").isna()
+        if wrong.any():
+            row = wrong.idxmax()
+            raise ValueError(f"{file}: {column} is {numbers[column][row]} in row {row}, which is no number")
+    metrics = finished(numbers).groupby([*ABOUT, *also], dropna=False).metric.agg(lambda names: " ".join(sorted(names)))
+    of_cells = metrics.groupby([key for key in metrics.index.names if key not in ("fold", "seed")], dropna=False)
+    if (of_cells.nunique() > 1).any():
+        cell = "  ".join(map(str, of_cells.nunique().idxmax()))
+        raise ValueError(f"{file}: the runs of {cell} have different metrics: is it cut off?")
+    return with_columns(numbers)
 
 
 def with_columns(numbers: pd.DataFrame) -> pd.DataFrame:
@@ -68,7 +87,7 @@ def collect_all(sources: list[Path]) -> pd.DataFrame:
 def collect_variants(source: Path) -> pd.DataFrame:
     """The same of each folder in a folder that has a finished run, with the folder's name as `variant`; or the CSV."""
     if not source.is_dir():
-        return with_columns(read_table(source, [*ABOUT, "metric", "value", "variant"]))
+        return of_table(source, "variant")
     folders = [folder for folder in sorted(source.iterdir()) if any(folder.rglob("metrics.json"))]
     if not folders:
         raise ValueError(f"no folder with a finished run in {source}")

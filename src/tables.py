@@ -20,7 +20,7 @@ PUBLISHED = {  # the paper's tables, in its definition of the metrics, which are
     "count": ["rmse_plugin", "mape_plugin"],
     "count_nll": ["nll_plugin"],
 }
-DATASETS = ["digg", "enron", "dblp", "jhu", "article", "ems"]
+DATASETS = {"digg": 5, "enron": 5, "dblp": 1, "jhu": 5, "article": 5, "ems": 5}  # of the paper, and their folds
 METHODS = {
     "gcp": "GCP",
     "bcp": "BCP",
@@ -95,6 +95,9 @@ def beside(numbers: pd.DataFrame, published: pd.DataFrame, rivals: pd.DataFrame)
     numbers, rivals = (table[table.missing == "masked"] for table in (numbers, rivals))
     if numbers.empty:
         raise ValueError("there is no run with missing=masked to compare")
+    if numbers.model.nunique() > 1:
+        methods = ", ".join(numbers.model.unique())
+        raise ValueError(f"rivals are those of one method, and here are {methods}: name a folder with one")
     groups = numbers.sort_values("rank", kind="stable").groupby(["dataset", "rank", "model", "protocol"], dropna=False)
     for (dataset, rank, model, protocol), cell in groups:
         others = rivals[(rivals.dataset == dataset) & (rivals.protocol == protocol) & (rivals.model != model)]
@@ -134,8 +137,8 @@ def cells(numbers: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
     """Our mean and standard deviation of every cell of the paper's tables, beside the published ones.
 
     A cell is a dataset, a method, a rank and a plug-in metric; a method without a rank has one for each rank of its
-    dataset. `folds` are those that are finished, of the `of` that some method of the dataset has, and `failed` counts
-    the runs that failed. `numbers` are those of one protocol.
+    dataset. `folds` are those that are finished, of the `of` that the dataset has (or, where it is none of the paper's,
+    some method), and `failed` counts the runs that failed. `numbers` are those of one protocol.
     """
     keys = ["dataset", "model", "rank"]
     published = by_cell(published)
@@ -160,7 +163,8 @@ def cells(numbers: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
     rows = rows.join(ours).join(published.rename(index=plugin, level="metric").add_prefix("published_"))
     rows = rows.reset_index().join(failures, on=keys).fillna({"folds": 0, "failed": 0})
     rows = rows.astype({"folds": int, "failed": int})
-    return rows.assign(of=rows.groupby("dataset").folds.transform("max"))
+    most = rows.groupby("dataset").folds.transform("max")
+    return rows.assign(of=rows.dataset.map(DATASETS).fillna(most).astype(int))
 
 
 def published_tables(cells: pd.DataFrame, marked: bool = False) -> dict[str, pd.DataFrame]:
@@ -212,7 +216,7 @@ def cell_text(cell, marked: bool) -> str:
 
 
 def paired_table(numbers: pd.DataFrame) -> pd.DataFrame:
-    """Every other method against ENTED, over the folds that both have: the mean difference, and a paired t-test.
+    """Every other method against ENTED, over the folds that both have: means, the mean difference, and a paired t-test.
 
     A difference above 0 means that ENTED is better, whichever way the metric goes.
     """
@@ -223,6 +227,7 @@ def paired_table(numbers: pd.DataFrame) -> pd.DataFrame:
         others = metrics[(metrics.dataset == dataset) & (metrics.metric == metric) & (metrics.model != "ented")]
         others = others[others["rank"].isna() | (others["rank"] == rank)]
         for model, theirs in others.groupby("model"):
+            both = set(ours.fold) & set(theirs.fold)
             folds, difference, p = paired(ours, theirs)
             rows.append(
                 {
@@ -230,8 +235,8 @@ def paired_table(numbers: pd.DataFrame) -> pd.DataFrame:
                     "rank": rank,
                     "metric": metric.removesuffix("_plugin"),
                     "method": METHODS.get(model, model),
-                    "method's mean": spread(theirs.value),
-                    "ENTED's mean": spread(ours.value),
+                    "method's mean": spread(theirs[theirs.fold.isin(both)].value) if both else "–",
+                    "ENTED's mean": spread(ours[ours.fold.isin(both)].value) if both else "–",
                     "difference": f"{sign(metric) * difference:.3f}",
                     "p": p or "–",
                     "folds": folds,
@@ -267,7 +272,7 @@ def time_table(numbers: pd.DataFrame) -> pd.DataFrame:
     runs = runs[runs.seconds.notna()]
     if runs.empty:
         return pd.DataFrame()
-    text = runs.groupby(["dataset", "rank", "model"], dropna=False).seconds.agg(lambda seconds: f"{seconds.mean():.1f}")
+    text = runs.groupby(["dataset", "rank", "model"], dropna=False).seconds.agg(lambda seconds: f"{seconds.mean():.3g}")
     wide = text.unstack().fillna("–")
     wide = wide[in_order(wide.columns, METHODS)].loc[in_order(wide.index.unique(0), DATASETS)].reset_index()
     return wide.astype({"rank": object}).fillna({"rank": "all"}).rename(columns=METHODS)

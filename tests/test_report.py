@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 from files_by_hand import fail_run, write_run
+from training import ROOT
 
-from tables import tex
+from tables import DATASETS, tex
 
 
 def test_tables_and_csv(report, tmp_path):
@@ -133,8 +135,9 @@ def test_a_metric_that_one_fold_does_not_have_has_no_mean(report, tmp_path):
 
 
 @pytest.fixture
-def runs(tmp_path) -> Path:
+def runs(tmp_path, monkeypatch) -> Path:
     """Two folds of EMS: ENTED and gcp have both, one of bpcp's and all of ncpd's failed, and vbgcp has none."""
+    monkeypatch.setitem(DATASETS, "ems", 2)
     for fold in range(2):
         for model, rmse, nll in [("ented", 0.30, 2.7), ("gcp", 0.32 + 0.02 * fold, 3.0), ("bpcp", 0.29, 2.9)]:
             if (model, fold) != ("bpcp", 1):
@@ -174,6 +177,20 @@ def test_the_papers_tables(report, runs, tmp_path):
     assert ented + r"-- [2.910 $\pm$ 0.040] \\" in lines
     failed = (tmp_path / "report/paper/failed.md").read_text()
     assert failed.count("| RuntimeError: no room |") == 3
+
+
+def test_a_part_of_the_folds_is_marked(report, tmp_path):
+    """Against those that the dataset has, though no method has more."""
+    for fold in range(2):
+        write_run(tmp_path / "runs", "ems", fold, {"rmse_plugin": 0.5})
+    assert report(tmp_path / "runs", "--out", tmp_path / "report")[0] == 0
+    assert rows(tmp_path / "report/paper/count.md")["ENTED"][0].startswith("0.500 ± 0.000 (2 of 5 folds) ")
+
+
+def test_the_folds_of_the_datasets():
+    for name, folds in DATASETS.items():
+        source = yaml.safe_load((ROOT / f"conf/dataset/{name}.yaml").read_text())["source"]
+        assert source.get("folds", 1) == folds
 
 
 def test_the_tables_beside(report, runs, tmp_path):
@@ -228,8 +245,9 @@ def test_a_report_of_failed_runs_only(report, tmp_path):
     assert rows(tmp_path / "report/paper/count.md")["GCP"][0] == "failed [0.728 ± 0.049]"
 
 
-def test_a_method_without_a_rank_has_those_of_its_dataset(report, tmp_path):
+def test_a_method_without_a_rank_has_those_of_its_dataset(report, tmp_path, monkeypatch):
     """Of the published tables and ours; of a dataset without any, all are one."""
+    monkeypatch.setitem(DATASETS, "ems", 1)  # fold
     for dataset, ranks in {"ems": (3, 20), "flights": ()}.items():
         for model, rank in [("main_effects", None), *(("ented", rank) for rank in ranks)]:
             run = write_run(tmp_path / f"runs/{rank}", dataset, 0, {"rmse_plugin": 0.5}, model)
@@ -279,10 +297,27 @@ def test_mistakes_end_with_one_line(report, tmp_path):
     (binary / "predictions.csv").write_text("title,value,mean\n0,1,0.5\n")
     fail_run(tmp_path / "failed", "digg", 0, "gcp")
     next((tmp_path / "failed").rglob("config.yaml")).write_text("")
+    report(tmp_path / "runs", "--table", "--csv", tmp_path / "all.csv")
+    head, *lines = (tmp_path / "all.csv").read_text().splitlines()
+    fields = lines[0].split(",")
+    value = head.split(",").index("value")
+    for name, text in {
+        "header": head,
+        "text": "\n".join([head, ",".join([*fields[:value], "abc", *fields[value + 1 :]])]),
+        "cut off": "\n".join([head, lines[0], lines[0].replace("auc", "nll"), lines[0].replace(",0,0,", ",1,0,")]),
+    }.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    gcp = write_run(tmp_path / "gcp/runs", "digg", 0, {"auc": 0.5}, "gcp").parents[4]
+    of_two = [tmp_path / "runs", gcp, "--compare", ROOT / "results/paper.csv", "--rivals", tmp_path / "all.csv"]
     for arguments, message in [
+        ([tmp_path / "header.csv"], "holds no run"),
+        ([tmp_path / "text.csv"], "value is abc in row 0"),
+        ([tmp_path / "cut off.csv"], "have different metrics: is it cut off?"),
+        (of_two, "those of one method"),
+        ([tmp_path / "runs", "--inducing", tmp_path / "runs", "--out", tmp_path / "report"], "no number of inducing"),
         ([tmp_path / "empty"], "no finished run"),
         ([tmp_path / "nowhere", "--out", tmp_path / "report"], "nowhere: No such file"),
-        ([tmp_path / "damaged"], "metrics.json has no 'dataset'"),
+        ([tmp_path / "damaged"], "metrics.json is damaged (KeyError('dataset'))"),
         ([tmp_path / "cut"], "cut/metrics.json is damaged"),
         ([tmp_path / "published.csv"], "published.csv has no column rank"),
         ([tmp_path / "runs", "--compare", tmp_path / "published.csv"], "published.csv has no column method"),
@@ -302,3 +337,4 @@ def test_mistakes_end_with_one_line(report, tmp_path):
         code, out, err = report(*arguments)
         assert code == 1 and not out and err.startswith("error: ") and err.count("\n") == 1, err
         assert message in err
+    assert not (tmp_path / "report").exists()

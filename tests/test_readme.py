@@ -80,7 +80,7 @@ def test_the_rows_of_the_flights_tensor(float64):
     results = pd.read_csv(ROOT / "results/runs.csv").query("dataset == 'flights'").set_index("metric").value
     assert rows["ented"] == [f"{results[name]:.4f}" for name in names]
     train, test = Flights().load(0)
-    effects = MainEffects(train.shape, NegativeBinomial(2))
+    effects = MainEffects(train.shape, NegativeBinomial(1))  # where ENTED starts
     effects.initialise(train.indices, train.values)
     mean = effects.predictive(test.indices)
     fitted = effects.fit(train, epochs=500).predictive(test.indices)

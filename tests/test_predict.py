@@ -84,4 +84,7 @@ def test_mistakes_end_with_one_line(command, predict, tiny):
         code, out, err = predict(*arguments)
         assert code == 1 and not out and err.startswith("error: ") and err.count("\n") == 1, err
         assert message in err, err
+    (run / "last.ckpt").write_text("junk")
+    code, _, err = predict(run, "cells.csv", "out.csv")
+    assert code == 1 and "last.ckpt cannot be read" in err and err.count("\n") == 1, err
     assert not Path("out.csv").exists()

@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from ented.gaussian_process import GaussianProcessModule
 from ented.runs import needs, read_json
@@ -18,7 +19,7 @@ from tables import DATASETS, METHODS, in_order
 NAMED = 200  # points of a figure that can have a name each
 STYLES = {
     "ented": dict(color="black", linestyle="-", marker="o", linewidth=1.8),
-    "gptf_pg": dict(color="#0072b2", linestyle="--", marker="s"),
+    "gptf_pg": dict(color="#0072b2", linestyle="--", marker="s", zorder=3),  # dashes above ENTED's line
     "gptf": dict(color="#d55e00", linestyle="-.", marker="^"),
     "gcp": dict(color="#999999", linestyle="-", marker="v"),
     "bcp": dict(color="#56b4e9", linestyle=":", marker="D"),
@@ -42,9 +43,9 @@ def save(figure: Figure, file: Path) -> None:
 
 
 def convergence(epochs: pd.DataFrame) -> Figure:
-    """Test AUC against epoch: mean and standard deviation over folds. A fit that has ended keeps its last value.
+    """Test AUC against epoch, of the lowest rank: mean and standard deviation over folds.
 
-    Of the lowest rank.
+    Each fold counts until the last has ended, with its last value where it has ended before.
     """
     epochs = epochs[epochs["rank"] == epochs["rank"].min()]
     datasets = in_order(epochs.dataset, DATASETS)
@@ -59,7 +60,10 @@ def convergence(epochs: pd.DataFrame) -> Figure:
             panel.plot(runs.index, mean, label=METHODS.get(model, model), markevery=marked, markersize=4, **look)
             panel.fill_between(runs.index, mean - std, mean + std, color=look["color"], alpha=0.12, linewidth=0)
         panel.set(xscale="log", xlabel="epoch", ylabel="AUC of the test entries", title=dataset)
-    axes[0].legend(fontsize=8, frameon=False)
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
+    lines = {line.get_label(): line for panel in axes for line in panel.lines}
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), fontsize=8, frameon=False)
     return figure
 
 

@@ -272,7 +272,7 @@ def time_table(numbers: pd.DataFrame) -> pd.DataFrame:
     runs = runs[runs.seconds.notna()]
     if runs.empty:
         return pd.DataFrame()
-    text = runs.groupby(["dataset", "rank", "model"], dropna=False).seconds.agg(lambda seconds: f"{seconds.mean():.3g}")
+    text = runs.groupby(["dataset", "rank", "model"], dropna=False).seconds.agg(lambda seconds: f"{seconds.mean():.2f}")
     wide = text.unstack().fillna("–")
     wide = wide[in_order(wide.columns, METHODS)].loc[in_order(wide.index.unique(0), DATASETS)].reset_index()
     return wide.astype({"rank": object}).fillna({"rank": "all"}).rename(columns=METHODS)

@@ -208,6 +208,13 @@ def test_the_tables_beside(report, runs, tmp_path):
     assert time.iloc[0].tolist() == ["ems", 3, 1.5, 1.0, 1.5]
 
 
+def test_seconds_long_and_short(report, tmp_path):
+    for model, seconds in {"ented": 1294.0, "gcp": 0.02}.items():
+        write_run(tmp_path / "runs", "ems", 0, {"rmse_plugin": 0.5}, model, seconds)
+    assert report(tmp_path / "runs", "--out", tmp_path / "report")[0] == 0
+    assert "| ems | 3 | 0.02 | 1294.00 |" in (tmp_path / "report/paper/time.md").read_text()
+
+
 def test_a_report_from_tables_of_numbers_is_the_same(report, runs, tmp_path):
     report(runs, "--out", tmp_path / "runs-report", "--csv", tmp_path / "all.csv")
     assert report(tmp_path / "all.csv", "--out", tmp_path / "csv-report")[0] == 0

@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import shutil
+import subprocess
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from logging.handlers import MemoryHandler
@@ -40,6 +41,18 @@ PLACES |= {"logger", "trainer", "callbacks", "methods", "launcher", "jobs"}
 # what stands at the top for the models that take it, and counts only there
 OF_SOME_MODELS = {"rank", "lr", "rho", "inducing", "missing", "compile"}
 IMMATERIAL = PLACES | OF_SOME_MODELS | {"training_entries", "smallest_entry"}
+
+
+def code_version(checkout: Path) -> str:
+    """The package's version, and in a checkout its commit: 0.1.0+1a2b3c4d, with .changed where files differ."""
+    describe = ["git", "-C", str(checkout), "describe", "--always", "--exclude=*", "--abbrev=8", "--dirty=.changed"]
+    if not (checkout / ".git").exists() or shutil.which("git") is None:
+        return version("ented")
+    commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    return version("ented") + (f"+{commit}" if commit else "")
+
+
+VERSION = code_version(Path(__file__).parents[2])  # of the code that this process runs, whatever becomes of the files
 
 
 class Busy(InputError):
@@ -176,7 +189,7 @@ class RunFolder:
             "steps": steps,
             "train_seconds": round(train_seconds, 3),
             "command": command,
-            "version": version("ented"),
+            "version": VERSION,
         }
         write(self.path / "metrics.json", json.dumps(result, indent=2) + "\n")
         return result

@@ -1,0 +1,32 @@
+"""What a run's folder says of itself."""
+
+import subprocess
+from importlib.metadata import version
+
+from ented.runs import code_version
+
+
+def git(folder, *arguments) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    return subprocess.run(["git", "-C", folder, *who, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_version_holds_the_checkouts_commit(tmp_path):
+    file, package = tmp_path / "a.py", version("ented")
+    git(tmp_path, "init")
+    file.write_text("x = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "a")
+    git(tmp_path, "tag", "v1")  # changes nothing
+    commit = git(tmp_path, "rev-parse", "HEAD")[:8]
+    assert code_version(tmp_path) == f"{package}+{commit}"
+    file.write_text("x = 2\n")
+    assert code_version(tmp_path) == f"{package}+{commit}.changed"
+
+
+def test_without_a_checkout_it_is_the_packages(tmp_path, monkeypatch):
+    assert code_version(tmp_path) == version("ented")
+    (tmp_path / ".git").mkdir()  # of no repository
+    assert code_version(tmp_path) == version("ented")
+    monkeypatch.setenv("PATH", str(tmp_path))  # without git
+    assert code_version(tmp_path) == version("ented")

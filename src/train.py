@@ -273,7 +273,7 @@ if __name__ == "__main__":
     try:
         main()
     except RunsFailed:
-        sys.exit(1)
+        sys.exit("the grid is not finished, see above: the same command does what is missing")
     except BrokenProcessPool:  # of launcher=parallel
         sys.exit(
             "error: a process of the grid was killed, perhaps because memory ran out: give fewer jobs=; "

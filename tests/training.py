@@ -133,6 +133,13 @@ def finished(runs_dir: Path) -> dict[str, float]:
     return {str(file.parent): file.stat().st_mtime_ns for file in runs_dir.rglob("metrics.json")}
 
 
+def numbers(folder: Path) -> dict:
+    """metrics.json without the time it took."""
+    result = json.loads((folder / "metrics.json").read_text())
+    del result["train_seconds"]
+    return result
+
+
 class Kill(L.Callback):
     """A kill after three epochs of the search or of the fit, in the second test, or before the results are written."""
 

@@ -28,7 +28,7 @@ from modules import new_likelihood, new_module
 from tracking import log_figures, tracker
 
 log = logging.getLogger("ented")
-STEPS, ENTRIES = 6000, 2**16  # of a fit with epochs=auto: so many steps for up to so many training entries
+STEPS, ENTRIES, MOST_STEPS = 6000, 2**16, 10**5  # of a fit with epochs=auto: so many steps for up to so many entries
 
 
 def jobs_at_once(accelerator: str, threads: int) -> int:
@@ -323,7 +323,7 @@ def sizes_of(cfg: DictConfig, entries: int) -> tuple[int | str, int]:
     if batch_size == "auto":  # a power of two near a thirty-second of the entries, from 128 to 2048
         batch_size = 2 ** min(max(round(math.log2(entries / 32)), 7), 11)
     if epochs == "auto":
-        steps = STEPS * math.sqrt(max(entries / ENTRIES, 1))
+        steps = min(STEPS * max(entries / ENTRIES, 1), MOST_STEPS)
         epochs = math.ceil(steps / (1 if batch_size == "all" else len(batch_sizes(entries, batch_size))))
     return batch_size, epochs
 

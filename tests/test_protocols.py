@@ -50,10 +50,11 @@ def test_best_epoch_stops_looking_when_patience_ends():
     [
         (1000, 128, 750),  # 8 batches an epoch
         (2**16, 2048, 188),  # 32, and 6000 / 32 = 187.5
-        (4 * 2**16, 2048, 94),  # 128, and 2 * 6000 / 128 = 93.75
+        (4 * 2**16, 2048, 188),  # 128, and 4 * 6000 / 128 the same
+        (64 * 2**16, 2048, 49),  # 2048, and 10^5 / 2048 = 48.8
     ],
 )
-def test_the_steps_grow_with_the_square_root_of_the_entries(entries, batch_size, epochs):
+def test_the_steps_grow_with_the_entries_up_to_a_number(entries, batch_size, epochs):
     cfg = OmegaConf.create({"batch_size": "auto", "epochs": "auto"})
     assert sizes_of(cfg, entries) == (batch_size, epochs)
     assert sizes_of(OmegaConf.create({"batch_size": "all", "epochs": 7}), entries) == ("all", 7)

@@ -20,7 +20,7 @@ from ented.datasets import Dataset, Stream
 from ented.distributed import from_first, is_distributed, own_gpu, processes, processes_of_node
 from ented.gaussian_process import ENTEDModule, GaussianProcessModule, SummedStrategy
 from ented.lightning import CompletionModule, SweepModule
-from ented.recorder import History, Recorder, best_epoch, held_out_score
+from ented.recorder import History, Recorder, ascending, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule
 from ented.runs import RunFolder, finite, read_json, write
 from ented.tensor import InputError, TrainingEntries
@@ -153,8 +153,7 @@ class Run:
         name = held_out_score(searches[0].history.rows)
         epochs = [best_epoch(fit.history.rows, self.cfg.protocol.patience) for fit in searches]
         scores = [fit.history.rows[best - 1][name] for fit, best in zip(searches, epochs, strict=True)]
-        # a nan is larger than every number
-        i = min(range(len(scores)), key=lambda i: (math.isnan(scores[i]), scores[i]))
+        i = min(range(len(scores)), key=lambda i: ascending(scores[i]))
         choice = {"lr": self.rates[i]} if len(self.rates) > 1 else {}
         self.choice = choice | {"epochs": epochs[i], name: finite(scores[i])}
         if self.result:
@@ -215,7 +214,7 @@ def prepare(runs: list[Run]) -> None:
     for run in runs:
         if not run.result:
             with run.folder.logging():
-                from_first(lambda run=run: run.folder.open(run.train.fingerprint(), run.smallest))
+                run.result = from_first(lambda run=run: run.folder.open(run.train.fingerprint(), run.smallest))
 
 
 def complete(cfg: DictConfig, runs: list[Run]) -> None:

@@ -150,7 +150,7 @@ def observed(run: Path) -> Figure:
 
 
 def factors(run: Path, mode: str) -> Figure:
-    """The factor means of one mode's rows in the two directions in which they differ most, with their deviations.
+    """The factor means of one mode's rows in the two directions in which they differ most.
 
     Of a mixture the first component's, each factor in units of the kernel's lengthscale, so that rows that are close
     act alike. The rows have names where the dataset has them, numbers otherwise, and neither where they are too many to

@@ -3,9 +3,9 @@
 python src/predict.py runs/flights/ented/rank=3/fold=0/seed=0 cells.csv predictions.csv
 
 cells.csv has a column for each mode of the tensor, with the names of what its indices stand for where the dataset has
-them, as flights has, and with zero-based indices otherwise. predictions.csv has the same columns and the predictive
-distribution of each cell: for ENTED mean, standard deviation, 5% and 95% quantile (of the count, or of the probability
-of a one), and mean and standard deviation of f.
+them, as flights has, and with zero-based indices otherwise. predictions.csv has the columns of cells.csv, of which one
+named like a prediction is replaced, and the predictive distribution of each cell: for ENTED mean, standard deviation,
+5% and 95% quantile (of the count, or of the probability of a one), and mean and standard deviation of f.
 """
 
 import argparse
@@ -27,8 +27,8 @@ BATCH = 4096
 
 
 def read_cells(file: Path, dataset: Dataset) -> tuple[pd.DataFrame, COOTensor]:
-    """The table's columns of the tensor's modes, as they are and as indices."""
-    table, indices = read_table(file, dataset.modes)[dataset.modes], {}
+    """The table as it is, and its columns of the tensor's modes as indices."""
+    table, indices = read_table(file, dataset.modes), {}
     for mode in dataset.modes:
         column, names = table[mode], dataset.labels.get(mode)
         if names:
@@ -62,7 +62,9 @@ def main() -> None:
     try:
         module, dataset = load(arguments.run)
         table, cells = read_cells(arguments.cells, dataset)
-        write(arguments.predictions, table.join(predict(module, cells)).to_csv(index=False, float_format="%.6g"))
+        predicted = predict(module, cells).map("{:.6g}".format)
+        table = table.drop(columns=predicted.columns, errors="ignore").join(predicted)
+        write(arguments.predictions, table.to_csv(index=False))
     except (OSError, ValueError) as error:  # InputError, or that of `read_table`
         sys.exit(f"error: {one_line(error)}")
 

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 
 import figures
 import tables
+from ented.runs import write
 from results import (
     ABOUT,
     collect,
@@ -63,8 +64,8 @@ All metrics are plug-in ones, as in the paper: mean ± standard deviation over f
 brackets. Of the means over all folds of a dataset the best is bold. A place is 1 for the best of these, and how many
 places a mean is of stands behind it. With protocol=paper, + and - mark a mean that is more than two published standard
 deviations better or worse. A difference to ENTED, over the folds that both have, is above 0 where ENTED is better,
-whichever way the metric goes; p is that of a paired t-test. Seconds are those of the final fit; where folds were trained
-together (replicas=folds) each has its share, which does not compare with the seconds of a run alone."""
+whichever way the metric goes; p is that of a paired t-test. Seconds are those of the final fit; with replicas=folds a
+run has its share of those of all folds, which does not compare with the seconds of one alone."""
 
 
 def write_report(arguments: argparse.Namespace) -> None:
@@ -180,7 +181,7 @@ def renew(file: Path) -> None:
         raise ValueError(
             f"{file} has no table to renew: put it between <!-- python src/report.py ... --> and <!-- end -->"
         )
-    file.write_text(new)
+    write(file, new)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -119,11 +119,11 @@ def collect_calibration(source: Path, bins: int = 20) -> pd.DataFrame:
     if not source.is_dir():
         return read_table(source, columns)
     of_cells = {}
-    for file in sorted(source.rglob("predictions.csv")):
-        test = read_table(file, ["value", "mean"])
-        if not (file.parent / "metrics.json").exists():
+    for file in sorted(source.rglob("metrics.json")):
+        run, predictions = read_json(file), file.with_name("predictions.csv")
+        if not predictions.exists():
             continue
-        run = read_json(file.parent / "metrics.json")
+        test = read_table(predictions, ["value", "mean"])
         kind = "binary" if "auc" in run["metrics"] else "count"
         if kind == "binary" or "lower" in test:
             observed = test.value if kind == "binary" else (test.value >= test.lower) & (test.value <= test.upper)

@@ -87,9 +87,9 @@ def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> dict[str, pd.D
 def beside(numbers: pd.DataFrame, published: pd.DataFrame, rivals: pd.DataFrame) -> pd.DataFrame:
     """A line for each dataset, rank and metric: the published mean of the method, ours, and the best rival's.
 
-    Only runs with absent cells masked count, and of the rivals' those of the same protocol. nll is the plug-in one, as
-    published; rmse and mape are those of the best summary of the predictive distribution, and the plug-in one stands
-    beside them. p is that of a paired t-test over the folds that both have.
+    Only runs with absent cells masked count, and of the rivals those of the same protocol that have all our folds. nll
+    is the plug-in one, as published; rmse and mape are those of the best summary of the predictive distribution, and
+    the plug-in one stands beside them. p is that of a paired t-test over the folds.
     """
     published, rows = by_cell(published), []
     numbers, rivals = (table[table.missing == "masked"] for table in (numbers, rivals))
@@ -108,8 +108,9 @@ def beside(numbers: pd.DataFrame, published: pd.DataFrame, rivals: pd.DataFrame)
             ours = of_metric.value.mean()
             paper = lookup(published, dataset, model, rank, name)
             ahead = ["published"] if paper is not None and better(metric, ours, paper["mean"]) else []
-            by_model = others[others.metric == metric].groupby("model").value.mean()
-            by_model = by_model.sort_values(ascending=metric != "auc")
+            of_rivals = others[others.metric == metric].groupby("model")
+            whole = of_rivals.filter(lambda runs, folds=set(of_metric.fold): folds <= set(runs.fold))
+            by_model = whole.groupby("model").value.mean().sort_values(ascending=metric != "auc")
             rival = p = None
             if len(by_model):
                 best = others[(others.model == by_model.index[0]) & (others.metric == metric)]

@@ -30,10 +30,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from baselines.main_effects import MainEffects
+from ented.datamodule import EVALUATION_BATCH
 from ented.datasets import Dataset
 from ented.distributed import connect, from_first, is_first, processes, started_by_torchrun
 from ented.metrics import CompletionMetrics
-from ented.predictive import Predictive
 from ented.runs import OF_SOME_MODELS, PLACES, Busy, clear, write_summary
 from ented.settings import check
 from ented.tensor import InputError
@@ -86,11 +86,7 @@ def train(cfg: DictConfig) -> None:
     seeds = cfg.seed if several(cfg.seed) else [cfg.seed]
     cells = [config | {"fold": fold, "seed": seed} for seed in seeds for fold in folds]
     runs = [Run(cfg, cell, dataset, command(cell)) for cell in cells]
-    try:
-        finish(cfg, runs)
-    finally:
-        for run in runs:
-            run.folder.unlock()
+    finish(cfg, runs)
     if not all(run.result for run in runs):
         raise RunsFailed
     if is_first():
@@ -101,28 +97,40 @@ def train(cfg: DictConfig) -> None:
 
 
 def finish(cfg: DictConfig, runs: list[Run]) -> None:
-    """Do what is missing of the runs; with force=true, all."""
+    """Do what is missing of the runs; with force=true, all.
+
+    Mistakes in the data are raised before anything is written or removed.
+    """
+    force = cfg.force and not restarted_by_slurm()
     for run in runs:
-        if not cfg.force:
+        if not force:
             run.take_result()
-            continue
-        with run.folder.logging():
-            run.load()
-    if cfg.force:  # nothing is lost where the data of a run are not right
-        from_first(lambda: clear([run.folder for run in runs]))
-    for group in [runs] if cfg.replicas else [[run] for run in runs]:
-        if not all(run.result for run in group):
-            finish_together(cfg, group)
+        if not run.result:
+            with run.folder.logging():
+                run.load()
+    check_alike(runs)
+    try:
+        if force:
+            from_first(lambda: clear([run.folder for run in runs]))
+        for group in [runs] if cfg.replicas else [[run] for run in runs]:
+            if not all(run.result for run in group):
+                finish_together(cfg, group)
+            for run in group:
+                run.folder.unlock()
+    finally:
+        for run in runs:
+            run.folder.unlock()
 
 
 def finish_together(cfg: DictConfig, runs: list[Run]) -> None:
     """Do what is missing of runs that are trained together, or of one.
 
-    A mistake in the data is raised, before anything is written. Where the fit fails, the folders of the runs say why,
-    and the next runs can go on.
+    Where the fit fails, the folders of the runs say why, and the next runs can go on.
     """
-    missing = [run for run in runs if not run.result]
     prepare(runs)
+    missing = [run for run in runs if not run.result]
+    if not missing:  # another command has done them meanwhile
+        return
     try:
         complete(cfg, runs)
     except Exception as error:  # a mistake in the settings, memory that ran out, or an error in the code
@@ -136,6 +144,21 @@ def finish_together(cfg: DictConfig, runs: list[Run]) -> None:
     for run in missing:
         if run.result:
             compare(run)
+
+
+def restarted_by_slurm() -> bool:
+    """Whether this job was started again, after its time ran out: with force=true it would remove what it has done."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+
+
+def check_alike(runs: list[Run]) -> None:
+    """Raise InputError where likelihood.smallest=auto makes runs of one command that do not compare."""
+    smallest = {getattr(run.likelihood, "smallest", None) for run in runs if not run.result}
+    if len(smallest) > 1:
+        raise InputError(
+            "likelihood.smallest=auto finds 0 among the training entries of some of the runs and not of others: "
+            "set likelihood.smallest=0"
+        )
 
 
 def check_together(cfg: DictConfig) -> None:
@@ -157,11 +180,12 @@ def check_together(cfg: DictConfig) -> None:
         )
     if several(cfg.lr) and "lr" not in cfg.model:
         raise InputError(f"lr={cfg.lr}: model={cfg.model.name} has no learning rate")
-    if cfg.model.get("annealing") and cfg.protocol.held_out and cfg.protocol.patience is not None:
-        raise InputError(
-            f"protocol.patience={cfg.protocol.patience}: a search that ends early says nothing of a fit whose steps "
-            "fall to zero over its epochs: set model.annealing=false or protocol.patience=null"
-        )
+    for name, remedy in {"annealing": "model.annealing=false", "milestones": "protocol.milestones=[]"}.items():
+        if cfg.model.get(name) and cfg.protocol.held_out and cfg.protocol.patience is not None:
+            raise InputError(
+                f"protocol.patience={cfg.protocol.patience}: a search that ends early says nothing of a fit whose "
+                f"steps fall over its epochs: set {remedy} or protocol.patience=null"
+            )
     if cfg.model.get("sparse_gradients") and (cfg.replicas or cfg.trainer.strategy == "ddp"):
         raise InputError("model.sparse_gradients=true goes with one run at a time and one device")
     if cfg.replicas and "convergence" in cfg.callbacks:
@@ -183,25 +207,28 @@ def join(cfg: DictConfig) -> None:
 
 
 def compare(run: Run) -> None:
-    """Log the run's metrics beside those of an additive model, before and after its fit; this is left out for LARGE."""
+    """Log the run's metrics beside those of the overall mean and of an additive model, where that is not LARGE."""
     if not is_first():
         return
     train, test, likelihood = run.train, run.test, run.likelihood
 
-    def evaluate(predictive: Predictive) -> dict[str, float]:
+    def evaluate(effects: MainEffects) -> dict[str, float]:
         naive = CompletionMetrics(likelihood.kind, sync_on_compute=False)
-        naive.update(predictive, test.values)
+        for indices, values in zip(
+            *(part.split(EVALUATION_BATCH) for part in (test.indices, test.values)), strict=True
+        ):
+            naive.update(effects.predictive(indices), values)
         return {name: value.item() for name, value in naive.compute().items()}
 
     with parameters_in(torch.float64):
         effects = MainEffects(train.shape, likelihood)
     sample = train.sample()
     effects.initialise(sample.indices, sample.values)
-    mean = evaluate(effects.predictive(test.indices))
+    mean = evaluate(effects)
     rows = {run.cfg.model.name: run.result["metrics"]}
     if len(sample) == len(train) and max(len(train), sum(train.shape)) <= LARGE:
         with suppress(InputError):  # its optimum is not one of numbers
-            rows["main effects"] = evaluate(effects.fit(sample, epochs=500).predictive(test.indices))
+            rows["main effects"] = evaluate(effects.fit(sample, epochs=500))
     rows["overall mean"] = mean
     with run.folder.logging():
         log.info("%s", pd.DataFrame(rows).T.astype(float).to_string(float_format="{:.4f}".format))

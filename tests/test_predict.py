@@ -18,10 +18,13 @@ def same_as_its_test(predict, run: Path) -> pd.DataFrame:
     """What the run predicts for its test entries, which are the numbers of its own predictions.csv."""
     expected = pd.read_csv(run / "predictions.csv")
     modes = expected.columns[: expected.columns.get_loc("value")]
-    expected[modes].assign(other="unread").iloc[::-1].to_csv("cells.csv", index=False)
+    expected = expected.assign(when=1700000000.123 + expected.index)  # a column of the user's own
+    cells = expected[[*modes, "when"]].assign(mean=0)  # and one that is replaced
+    cells.iloc[::-1].to_csv("cells.csv", index=False)
     assert predict(run, "cells.csv", "out.csv") == (0, "", "")
     actual = pd.read_csv("out.csv").iloc[::-1].reset_index(drop=True)
     pd.testing.assert_frame_equal(actual, expected[actual.columns], rtol=2e-5)
+    pd.testing.assert_series_equal(actual.when, expected.when, rtol=1e-15)
     assert set(expected.columns) - set(actual.columns) <= {"value", "log_prob"}
     return actual
 

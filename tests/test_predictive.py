@@ -7,6 +7,7 @@ from dense_sums import NB, ZETA, both, expectation, gaussian, log_pmf, predictiv
 from scipy import integrate, stats
 from scipy.special import expit
 
+import ented.predictive
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.predictive import LatentGaussian, LatentMixture
 
@@ -52,6 +53,13 @@ def test_predictive_log_prob_is_exact_for_every_shape(mean, variance, zeta):
     f_mean, f_variance = (torch.full((len(x),), value, dtype=torch.float64) for value in (mean, variance))
     actual = LatentGaussian(NegativeBinomial(zeta), f_mean, f_variance).log_prob(torch.from_numpy(x))
     np.testing.assert_allclose(actual, np.log(expected), atol=1e-7)
+
+
+def test_many_quantiles_are_found_in_parts(monkeypatch):
+    latent = LatentMixture(NB, *torch.rand(2, 2, 10, dtype=torch.float64))
+    together = latent.quantile(0.9)
+    monkeypatch.setattr(ented.predictive, "QUANTILES", 3)
+    assert latent.quantile(0.9).tolist() == together.tolist()
 
 
 def test_predictive_log_prob_is_the_average_over_draws_of_f():

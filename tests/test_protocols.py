@@ -1,6 +1,7 @@
 """Protocols and variants: what is held out, what is chosen by it, and what is tested."""
 
 import json
+import math
 
 import numpy as np
 import pandas as pd
@@ -43,6 +44,7 @@ def test_best_epoch_stops_looking_when_patience_ends():
     assert best_epoch(rows, patience=10) == 5
     assert best_epoch(rows, patience=2) == 2  # the epochs after the fourth are never seen
     assert best_epoch(rows[:4], patience=None) == 4
+    assert best_epoch([{"val_nll": math.nan}, *rows], patience=10) == 6
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,18 @@ def test_the_smallest_count_is_that_of_all_training_entries(command, tiny):
     assert code == 0, err
     tables = [pd.read_csv(file) for file in (tiny.parent / "runs/counts/ented/rank=2/fold=0").glob("*/predictions.csv")]
     assert len(tables) == 12 and {(table.value == 0).any() for table in tables} == {True, False}
+
+
+def test_folds_whose_counts_start_at_different_numbers_are_refused(command, tiny):
+    for fold, smallest in enumerate((0, 1)):
+        rows = dict(np.load(tiny / f"counts/fold-{fold}.npz"))
+        for part in rows.values():
+            part[:, 3] = np.maximum(part[:, 3], smallest)
+        np.savez(tiny / f"counts/fold-{fold}.npz", **rows)
+    code, _, err = command(*counts(tiny))
+    assert code == 1 and err.count("\n") == 1 and "set likelihood.smallest=0" in err
+    assert not (tiny.parent / "runs").exists()
+    assert command(*counts(tiny), "likelihood.smallest=0")[0] == 0
 
 
 def test_what_only_ented_has_is_no_setting_of_another_method(command, tiny):

@@ -56,13 +56,14 @@ def test_means_beside_published_ones(report, tmp_path):
 
 
 def test_means_beside_the_best_rival(report, tmp_path):
-    """The rival of the other protocol, and those with zeros for absent cells, do not count."""
+    """The rival of the other protocol, one with zeros for absent cells, and one without all folds do not count."""
     ours, theirs = {0: 0.7, 1: 0.9, 2: 0.8}, {0: 0.6, 1: 0.85, 2: 0.68}
     for fold in ours:
         write_run(tmp_path / "ours", "digg", fold, {"auc": ours[fold], "nll": 0.4, "nll_plugin": 0.5})
     line = "digg,{},{},{},0,{},{},{},{}\n"
     rows = [line.format("gcp", 3, fold, "paper", "masked", "auc", value) for fold, value in theirs.items()]
-    rows += [line.format("worse", "", 0, "paper", "masked", "auc", 0.4)]
+    rows += [line.format("worse", "", fold, "paper", "masked", "auc", 0.4) for fold in theirs]
+    rows += [line.format("part", 3, fold, "paper", "masked", "auc", 0.99) for fold in (0, 1)]
     rows += [line.format("other", 3, 0, "holdout", "masked", "auc", 0.99)]
     rows += [line.format("zeros", 3, 0, "paper", "zeros", "auc", 0.99)]
     rows += [line.format("rank", 5, 0, "paper", "masked", "auc", 0.99)]

@@ -1,5 +1,7 @@
 """Runs and grids started again: what is done again and what is not, after a kill and at any moment."""
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +14,9 @@ import yaml
 from filelock import FileLock
 from files_by_hand import write_folds
 from training import TRAIN, binary, finished, numbers
+
+from ented.runs import RunFolder
+from ented.tensor import InputError
 
 
 def test_a_grid_started_again_does_only_what_is_missing(command, tiny):
@@ -98,13 +103,58 @@ def test_a_second_command_on_a_run_ends_with_one_line(command, tiny, force):
     assert command(*binary(tiny), "fold=1", f"force={force}")[0] == 0
 
 
-def test_a_fold_with_mistakes_lets_force_remove_nothing(command, tiny):
+def test_a_fold_with_mistakes_ends_the_command_first(command, tiny):
+    whole = (tiny / "ones/fold-1.npz").read_bytes()
+    (tiny / "ones/fold-1.npz").write_bytes(b"damaged")
+    code, _, err = command(*binary(tiny))
+    assert code == 1 and "fold-1.npz is not an npz file" in err and err.count("\n") == 1
+    assert not (tiny.parent / "runs").exists()
+    (tiny / "ones/fold-1.npz").write_bytes(whole)
+    # with force=true nothing is removed
     assert command(*binary(tiny))[0] == 0
     old = finished(tiny.parent)
     (tiny / "ones/fold-1.npz").write_bytes(b"damaged")
     code, _, err = command(*binary(tiny), "force=true")
     assert code == 1 and "fold-1.npz is not an npz file" in err
     assert finished(tiny.parent) == old
+
+
+def test_what_another_command_has_finished_meanwhile_stays(command, tiny):
+    assert command(*binary(tiny), "fold=1", "lr=0.02")[0] == 0
+    folder = tiny.parent / "runs/ones/ented/rank=2/fold=1/seed=0"
+    before, config = finished(tiny.parent), yaml.safe_load((folder / "config.yaml").read_text())
+    run = RunFolder(config)
+    assert run.open("of the same entries", 0) == json.loads((folder / "metrics.json").read_text())
+    run.unlock()
+    other = RunFolder(config | {"model": config["model"] | {"lr": 0.5}})
+    with pytest.raises(InputError, match="model.lr=0.02, asked for is model.lr=0.5"):
+        other.open("of the same entries", 0)
+    other.unlock()
+    assert finished(tiny.parent) == before
+
+
+def test_a_job_that_slurm_starts_again_keeps_what_it_has_done(command, tiny, monkeypatch):
+    assert command(*binary(tiny))[0] == 0
+    before = finished(tiny.parent)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert command(*binary(tiny), "force=true")[0] == 0 and finished(tiny.parent) == before
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert command(*binary(tiny), "force=true")[0] == 0
+    assert not set(finished(tiny.parent).items()) & set(before.items())
+
+
+class OpenLogs(L.Callback):
+    """How many files of the name train.log this process has open."""
+
+    def on_test_start(self, trainer, pl_module) -> None:
+        files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        assert len([file for file in files if file.endswith("train.log")]) == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="only Linux lists the files of a process")
+def test_the_log_of_a_run_is_closed_before_the_next(command, tiny):
+    code, _, err = command(*binary(tiny), "seed=[0,1]", "+callbacks.logs._target_=test_resume.OpenLogs")
+    assert code == 0, err
 
 
 def test_an_unfinished_run_with_other_settings_starts_afresh(command, tiny):

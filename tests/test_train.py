@@ -173,6 +173,17 @@ def test_the_default_beats_the_naive_predictors(command, tmp_path, monkeypatch):
             assert rows["ented"][metric] < rows[naive][metric]
 
 
+def test_the_naive_predictors_are_evaluated_in_parts(command, tiny, monkeypatch):
+    def rows(*settings):
+        code, out, err = command(*counts(tiny), "fold=0", *settings)
+        assert code == 0, err
+        return [line for line in out.splitlines() if line.startswith(("main effects", "overall mean"))]
+
+    together = rows()
+    monkeypatch.setattr("ented.datamodule.EVALUATION_BATCH", 3)
+    assert rows("force=true") == together and len(together) == 2
+
+
 def test_enron_under_the_published_protocol(command, tmp_path, monkeypatch, data_dir):
     monkeypatch.chdir(tmp_path)
     assert command("dataset=enron", "rank=3", "protocol=paper", f"data_dir={data_dir}")[0] == 0

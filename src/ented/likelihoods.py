@@ -27,7 +27,7 @@ from torch.quasirandom import SobolEngine
 from ented.quadrature import gauss_hermite, log_expectation, normal_grid
 from ented.tensor import InputError
 
-LARGEST_ZETA = 1e5  # from there on it is a Poisson distribution, and predictions would need many nodes
+LARGEST_ZETA = 1e4  # from there on it is all but a Poisson distribution, and predictions would need many nodes
 NODES = 12  # of the Gauss-Hermite rules of training
 SAMPLES = 256  # quasi-random draws of an entry, of all components together, for a median
 

@@ -12,6 +12,7 @@ from ented.likelihoods import PolyaGamma
 from ented.quadrature import log_expectation
 
 # of predictions.csv, whatever the method, beside one for each mode
+QUANTILES = 1024  # at once, which bounds their memory
 COLUMNS = {"value", "mean", "std", "lower", "upper", "log_prob", "f_mean", "f_std"}
 
 
@@ -113,7 +114,8 @@ class LatentMixture(Predictive):
 
     def quantile(self, q: float) -> Float[Tensor, "S"]:
         """The smallest count k with P(x <= k) >= q; for binary entries the q-quantile of the probability."""
-        return self.likelihood.quantile(q, self.means, self.variances)
+        parts = zip(self.means.split(QUANTILES, 1), self.variances.split(QUANTILES, 1), strict=True)
+        return torch.cat([self.likelihood.quantile(q, means, variances) for means, variances in parts])
 
     def sample(self, n: int) -> Float[Tensor, "n S"]:
         """n independent draws of every entry."""

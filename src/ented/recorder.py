@@ -1,5 +1,6 @@
 """Writes what a fit needs to be followed and resumed: epochs.csv and last.ckpt."""
 
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -109,6 +110,11 @@ def held_out_score(rows: list[dict[str, float]]) -> str:
     return "val_nll" if "val_nll" in rows[0] else "val_rmse"
 
 
+def ascending(score: float) -> tuple[bool, float]:
+    """The key by which scores are ordered: a nan is larger than every number."""
+    return math.isnan(score), score
+
+
 def best_epoch(rows: list[dict[str, float]], patience: int | None) -> int:
     """Number of epochs, from 1, with the lowest held-out score before `patience` epochs passed without a lower one.
 
@@ -118,7 +124,7 @@ def best_epoch(rows: list[dict[str, float]], patience: int | None) -> int:
         return len(rows)
     best, score = 0, held_out_score(rows)
     for epoch, row in enumerate(rows):
-        if row[score] < rows[best][score]:
+        if ascending(row[score]) < ascending(rows[best][score]):
             best = epoch
         if epoch - best >= patience:
             break

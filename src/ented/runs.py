@@ -135,7 +135,11 @@ class RunFolder:
             raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
 
     def unlock(self) -> None:
+        """Let go of the folder and of its train.log."""
         self._lock.release(force=True)
+        if file := self._lines.target:
+            self._lines.setTarget(None)
+            file.close()
 
     def clear(self) -> None:
         """Remove what the folder holds; its result first, so that a kill leaves no finished run with a part of it."""
@@ -143,13 +147,19 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         summary_file(self.config).unlink(missing_ok=True)
 
-    def open(self, fingerprint: str, smallest: float) -> None:
+    def open(self, fingerprint: str, smallest: float) -> dict | None:
         """Make the folder, or go on in the one that an earlier start with the same settings and entries left.
 
         What another start left there is removed. config.yaml tells of the training entries their fingerprint and their
-        smallest value.
+        smallest value. Returns the metrics where another command has finished the run since they were asked for.
+
+        Raises
+        ------
+        InputError : it has, with other settings; another command has the folder; or it cannot be written to.
         """
         self.lock()
+        if metrics := self.metrics:
+            return metrics
         if difference := self.difference(fingerprint):
             log.warning("an unfinished run with %s, is started afresh", difference)
             self.clear()

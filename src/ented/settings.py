@@ -6,7 +6,7 @@ import shutil
 import torch
 
 from ented.likelihoods import LARGEST_ZETA
-from ented.runs import flat
+from ented.runs import OF_SOME_MODELS, flat
 from ented.tensor import InputError
 
 
@@ -81,7 +81,7 @@ RULES = {
         + ["model.ard_shape", "model.ard_rate", "model.offset_precision"],
         lambda value: number(value) and value > 0,
     ),
-    "a number above 0 and at most 1e5": (
+    "a number above 0 and at most 1e4": (
         ["likelihood.zeta"],
         lambda value: number(value) and 0 < value <= LARGEST_ZETA,
     ),
@@ -135,6 +135,7 @@ def check(config: dict) -> None:
         for name in names:
             if name in settings and not holds(settings[name]):
                 raise InputError(f"{name}={settings[name]}: it must be {rule}")
-    rank = settings.get("model.rank", settings["rank"])
-    if rank != settings["rank"]:
-        raise InputError(f"model.rank={rank}: set rank={rank}, which names the folder too")
+    for name in OF_SOME_MODELS:
+        ours = settings.get(f"model.{name}", settings[name])
+        if ours != settings[name]:
+            raise InputError(f"model.{name}={ours}: set {name}={ours}, which the model takes from there")

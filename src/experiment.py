@@ -180,7 +180,7 @@ class Run:
         folder = None if self.result else self.folder.path
         return Fit(module, self.data(0), History(folder, choice.get("epochs", self.epochs)))
 
-    def finish(self, fit: Fit, trainer: L.Trainer) -> None:
+    def test_and_write(self, fit: Fit, trainer: L.Trainer) -> None:
         """Test what was fitted, and write the results."""
         epochs, seconds = len(fit.history.rows), fit.history.seconds  # fewer epochs where the method has converged
         steps = 0 if isinstance(fit.module, SweepModule) else epochs * len(fit.data.train_dataloader())
@@ -191,7 +191,7 @@ class Run:
             os.replace(partial, self.folder.path / "last.ckpt")
         metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
         self.folder.write_predictions(self.dataset.modes, self.test, trainer.predict(fit.module, fit.data))
-        self.result = self.folder.finish(metrics, epochs, steps, seconds, self.command)
+        self.result = self.folder.write_metrics(metrics, epochs, steps, seconds, self.command)
         log.info("%s", self.line())
 
     @property
@@ -217,7 +217,7 @@ def prepare(runs: list[Run]) -> None:
                 run.result = from_first(lambda run=run: run.folder.open(run.train.fingerprint(), run.smallest))
 
 
-def complete(cfg: DictConfig, runs: list[Run]) -> None:
+def search_fit_test(cfg: DictConfig, runs: list[Run]) -> None:
     """Do what is missing of the runs; as replicas they are trained with those that are finished."""
     missing = [run for run in runs if not run.result]
     if searches_first(cfg):
@@ -232,7 +232,7 @@ def complete(cfg: DictConfig, runs: list[Run]) -> None:
         for run, fit in zip(runs, fits, strict=True):
             if not run.result:
                 with run.folder.logging():
-                    run.finish(fit, trainer)
+                    run.test_and_write(fit, trainer)
                 if logger:
                     log_figures(logger, run.folder.path)
 

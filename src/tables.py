@@ -176,9 +176,9 @@ def published_tables(cells: pd.DataFrame, marked: bool = False) -> dict[str, pd.
     and a - where it is worse. Only means over all folds are bold or marked. "failed" stands where all runs failed, "–"
     where there is none.
     """
-    signed = (cells["mean"] * cells.metric.map(sign)).where(complete(cells))
+    signed = (cells["mean"] * cells.metric.map(sign)).where(all_folds(cells))
     best = signed.groupby([cells.dataset, cells["rank"], cells.metric]).transform("min") == signed
-    cells = cells.assign(complete=complete(cells), best=best)
+    cells = cells.assign(whole=all_folds(cells), best=best)
     cells["text"] = [cell_text(cell, marked) for cell in cells.itertuples()]
     binary, parts = set(cells[cells.metric == "auc"].dataset), {}
     for name, metrics in PUBLISHED.items():
@@ -196,18 +196,18 @@ def published_tables(cells: pd.DataFrame, marked: bool = False) -> dict[str, pd.
     return parts
 
 
-def complete(cells: pd.DataFrame) -> pd.Series:
+def all_folds(cells: pd.DataFrame) -> pd.Series:
     """Whether a cell's mean is one over all folds."""
     return (cells.folds == cells.of) & (cells.failed == 0) & (cells.of > 0)
 
 
 def cell_text(cell, marked: bool) -> str:
-    """A row of `cells`, with `complete` and `best`, as it stands in a table."""
+    """A row of `cells`, with `whole` and `best`, as it stands in a table."""
     ours, note, published = "failed" if cell.failed else "–", "", ""
     if cell.folds:
         ours = "undefined" if math.isnan(cell.mean) else plus_minus(cell.mean, cell.std)
         ours = f"**{ours}**" if cell.best else ours
-        if not cell.complete:
+        if not cell.whole:
             note = f" ({cell.folds} of {cell.of} folds" + (f", {cell.failed} failed)" if cell.failed else ")")
         elif marked:
             note = mark(cell.metric, cell.mean, cell.published_mean, cell.published_std)
@@ -252,7 +252,7 @@ def rank_table(cells: pd.DataFrame) -> pd.DataFrame:
     In brackets how many these are. Where a method has none, those behind it move up; where it stands alone, it has no
     place.
     """
-    cells = cells[complete(cells) & cells["mean"].notna()]
+    cells = cells[all_folds(cells) & cells["mean"].notna()]
     groups = [cells.dataset, cells["rank"], cells.metric]
     cells = cells[cells.model.groupby(groups).transform("size") > 1]
     if cells.empty:

@@ -34,10 +34,10 @@ from ented.datamodule import EVALUATION_BATCH
 from ented.datasets import Dataset
 from ented.distributed import connect, from_first, is_first, processes, started_by_torchrun
 from ented.metrics import CompletionMetrics
-from ented.runs import OF_SOME_MODELS, PLACES, Busy, clear, write_summary
+from ented.runs import TAKEN_BY_MODEL, WITHOUT_EFFECT, Busy, clear, write_summary
 from ented.settings import check
 from ented.tensor import InputError
-from experiment import Run, RunsFailed, accelerator, complete, prepare, replicas_folder, several, title
+from experiment import Run, RunsFailed, accelerator, prepare, replicas_folder, search_fit_test, several, title
 from modules import parameters_in
 
 log = logging.getLogger("ented")
@@ -75,7 +75,7 @@ def train(cfg: DictConfig) -> None:
     torch.set_num_threads(cfg.threads)
     join(cfg)
     for setting in overrides_given():
-        if setting.split("=")[0] in OF_SOME_MODELS - set(cfg.model):
+        if setting.split("=")[0] in TAKEN_BY_MODEL - set(cfg.model):
             log.warning("%s has no effect: model=%s has no such setting", setting, cfg.model.name)
     dataset: Dataset = instantiate(cfg.dataset.source)
     if cfg.methods and cfg.model.name not in cfg.methods[dataset.kind]:
@@ -86,7 +86,7 @@ def train(cfg: DictConfig) -> None:
     seeds = cfg.seed if several(cfg.seed) else [cfg.seed]
     cells = [config | {"fold": fold, "seed": seed} for seed in seeds for fold in folds]
     runs = [Run(cfg, cell, dataset, command(cell)) for cell in cells]
-    finish(cfg, runs)
+    do_missing(cfg, runs)
     if not all(run.result for run in runs):
         raise RunsFailed
     if is_first():
@@ -96,7 +96,7 @@ def train(cfg: DictConfig) -> None:
             summarise(cfg, [run for run in runs if run.config["seed"] == seed])
 
 
-def finish(cfg: DictConfig, runs: list[Run]) -> None:
+def do_missing(cfg: DictConfig, runs: list[Run]) -> None:
     """Do what is missing of the runs; with force=true, all.
 
     Mistakes in the data are raised before anything is written or removed.
@@ -114,7 +114,7 @@ def finish(cfg: DictConfig, runs: list[Run]) -> None:
             from_first(lambda: clear([run.folder for run in runs]))
         for group in [runs] if cfg.replicas else [[run] for run in runs]:
             if not all(run.result for run in group):
-                finish_together(cfg, group)
+                do_group(cfg, group)
             for run in group:
                 run.folder.unlock()
     finally:
@@ -122,7 +122,7 @@ def finish(cfg: DictConfig, runs: list[Run]) -> None:
             run.folder.unlock()
 
 
-def finish_together(cfg: DictConfig, runs: list[Run]) -> None:
+def do_group(cfg: DictConfig, runs: list[Run]) -> None:
     """Do what is missing of runs that are trained together, or of one.
 
     Where the fit fails, the folders of the runs say why, and the next runs can go on.
@@ -132,7 +132,7 @@ def finish_together(cfg: DictConfig, runs: list[Run]) -> None:
     if not missing:  # another command has done them meanwhile
         return
     try:
-        complete(cfg, runs)
+        search_fit_test(cfg, runs)
     except Exception as error:  # a mistake in the settings, memory that ran out, or an error in the code
         unfinished = [run for run in missing if not run.result]
         for run in unfinished:
@@ -248,7 +248,7 @@ def summarise(cfg: DictConfig, runs: list[Run]) -> None:
 def command(config: dict) -> str:
     """The command line that makes one run, without what does not change its numbers."""
     given = [(re.split(r"[.=]", override)[0], override) for override in overrides_given()]
-    kept = [override for key, override in given if key not in {*PLACES, "seed", "fold"}]
+    kept = [override for key, override in given if key not in {*WITHOUT_EFFECT, "seed", "fold"}]
     seed = [f"seed={config['seed']}"] if "seed" in dict(given) else []
     return shlex.join(["python", "src/train.py", *kept, *seed, f"fold={config['fold']}"])
 

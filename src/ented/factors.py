@@ -10,8 +10,9 @@ whose constant a_0, scales tau_d and slopes gamma_d are point estimates. c_i is 
 number of other training entries in the row, centred over the training entries. Where events are recorded, a row that
 has few of them is mostly one of small values, and one that has none is not an average row. With the row's degree n_i,
 its number of training entries, c_i is log n_i for one of these and log(1 + n_i) for a new entry. As to a new entry, the
-posterior N(m, s^2) of a_i was found with a prior mean of tau a_i + gamma c_i that is too low by
-delta = gamma (log(1 + n_i) - log n_i); with the right one its posterior mean is higher by s^2 delta.
+prior mean of e_i = tau a_i + gamma c_i was too low by delta = gamma (log(1 + n_i) - log n_i) when the posterior
+N(m, s^2) of a_i was found. With the right one the posterior mean of e_i is higher by s^2 delta: s^2 is the share of its
+prior variance, tau^2, that the data have left.
 
 A minibatch draws z = mean + std * noise anew for each of its entries, so that the gradient passes through the draw
 (Kingma and Welling 2014). Effects need no draw: f is linear in them, and their variance adds to that of f.

@@ -221,11 +221,11 @@ class NegativeBinomial(PolyaGamma):
         if learned:
             self.log_zeta = nn.Parameter(torch.tensor([log(zeta)]))
         else:
-            self.number = float(zeta)  # which costs a step nothing
+            self.fixed_zeta = float(zeta)  # which costs a step nothing
 
     @property
     def zeta(self) -> float | Float[Tensor, "... 1"]:
-        return self.log_zeta.exp() if self.learned else self.number
+        return self.log_zeta.exp() if self.learned else self.fixed_zeta
 
     @property
     def offset(self) -> float | Float[Tensor, "... 1"]:

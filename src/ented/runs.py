@@ -36,11 +36,19 @@ from ented.tensor import COOTensor, InputError
 log = logging.getLogger("ented")
 
 # settings that change a run's numbers by no more than rounding
-PLACES = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "compile", "threads", "replicas"}
-PLACES |= {"logger", "trainer", "callbacks", "methods", "launcher", "jobs"}
-# what stands at the top for the models that take it, and counts only there
-OF_SOME_MODELS = {"rank", "lr", "rho", "inducing", "missing", "compile"}
-IMMATERIAL = PLACES | OF_SOME_MODELS | {"training_entries", "smallest_entry"}
+WITHOUT_EFFECT = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "compile", "threads", "replicas"}
+WITHOUT_EFFECT |= {"logger", "trainer", "callbacks", "methods", "launcher", "jobs"}
+# settings at the top that a model takes, if it has one of the same name; that one counts
+TAKEN_BY_MODEL = {"rank", "lr", "rho", "inducing", "missing", "compile"}
+IMMATERIAL = WITHOUT_EFFECT | TAKEN_BY_MODEL | {"training_entries", "smallest_entry"}
+# a method's training settings count at the top, where they can be overridden, those of protocol.ented in its model
+IMMATERIAL_BELOW = (
+    "dataset.source.data_dir",
+    "dataset.source.workers",
+    "model.training.",
+    "model.compile",
+    "protocol.ented.",
+)
 
 
 def code_version(checkout: Path) -> str:
@@ -190,7 +198,9 @@ class RunFolder:
         table = pd.DataFrame(test.indices.numpy(), columns=modes).assign(value=test.values.long().numpy())
         write(self.path / "predictions.csv", table.join(as_table(batches)).to_csv(index=False, float_format="%.6g"))
 
-    def finish(self, metrics: dict[str, float], epochs: int, steps: int, train_seconds: float, command: str) -> dict:
+    def write_metrics(
+        self, metrics: dict[str, float], epochs: int, steps: int, train_seconds: float, command: str
+    ) -> dict:
         """Write metrics.json, which marks the run as finished, and return its content."""
         result = {
             **about(self.config),
@@ -297,15 +307,7 @@ def write(file: Path, text: str) -> None:
 def material(settings: dict) -> dict[str, object]:
     """The settings that decide a run's numbers, by their dotted names."""
     leaves = flat({key: value for key, value in settings.items() if key not in IMMATERIAL})
-    # a method's own training settings stand at the top, where they can be overridden, and those of ENTED in its model
-    places = (
-        "dataset.source.data_dir",
-        "dataset.source.workers",
-        "model.training.",
-        "model.compile",
-        "protocol.ented.",
-    )
-    return {key: value for key, value in leaves.items() if not key.startswith(places)}
+    return {key: value for key, value in leaves.items() if not key.startswith(IMMATERIAL_BELOW)}
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:

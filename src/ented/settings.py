@@ -6,7 +6,7 @@ import shutil
 import torch
 
 from ented.likelihoods import LARGEST_ZETA
-from ented.runs import OF_SOME_MODELS, flat
+from ented.runs import TAKEN_BY_MODEL, flat
 from ented.tensor import InputError
 
 
@@ -135,7 +135,7 @@ def check(config: dict) -> None:
         for name in names:
             if name in settings and not holds(settings[name]):
                 raise InputError(f"{name}={settings[name]}: it must be {rule}")
-    for name in OF_SOME_MODELS:
+    for name in TAKEN_BY_MODEL:
         ours = settings.get(f"model.{name}", settings[name])
         if ours != settings[name]:
             raise InputError(f"model.{name}={ours}: set {name}={ours}, which the model takes from there")

@@ -18,11 +18,9 @@ python src/report.py --renew README.md            renew the tables in a text, se
 """
 
 import argparse
-import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -67,6 +65,14 @@ deviations better or worse. A difference to ENTED, over the folds that both have
 whichever way the metric goes; p is that of a paired t-test. Seconds are those of the final fit; with replicas=folds a
 run has its share of those of all folds, which does not compare with the seconds of one alone."""
 
+CAPTIONS = {
+    "convergence": "Test AUC against epoch at the lowest rank: mean and standard deviation over folds. Each fold "
+    + "counts until the last has ended, with its last value where it has ended before.",
+    "inducing": "Plug-in RMSE, and seconds of an epoch, against the number of inducing points.",
+    "calibration": "Of binary entries, the share of ones; of counts, the share between the predicted 5% and 95% "
+    + "quantiles. Of ENTED at each dataset's lowest rank, in bins with equally many test entries.",
+}
+
 
 def write_report(arguments: argparse.Namespace) -> None:
     """Write report.md, the figures, and for each protocol a folder in which every table is a .md, a .tex and a .csv."""
@@ -96,11 +102,11 @@ def write_report(arguments: argparse.Namespace) -> None:
                 table.replace(r"\*\*", "", regex=True).to_csv(folder / f"{name}.csv", index=False)
                 text.append(f"### {TITLES[name]}\n\n{tables.markdown(table)}")
     out.mkdir(parents=True, exist_ok=True)
-    for name, table, maker, figure in of_figures:
+    for name, table, figure in of_figures:
         table.to_csv(out / f"{name}.csv", index=False)
         for suffix in ("png", "pdf"):
             figures.save(figure, out / f"{name}.{suffix}")
-        text.append(f"## {name}\n\n![{name}]({name}.png)\n\n{inspect.getdoc(maker)}")
+        text.append(f"## {name}\n\n![{name}]({name}.png)\n\n{CAPTIONS[name]}")
     (out / "report.md").write_text("\n\n".join(text) + "\n")
     runs, failures = (len(part.drop_duplicates(ABOUT)) for part in (finished(numbers), failed(numbers)))
     print(f"{out / 'report.md'}: {runs} finished runs" + (f", {failures} failed ones" if failures else ""))
@@ -114,24 +120,26 @@ def numbers_of(arguments: argparse.Namespace, or_none: bool) -> pd.DataFrame:
     return collect_all(arguments.source)
 
 
-def figures_of(arguments: argparse.Namespace) -> list[tuple[str, pd.DataFrame, Callable, Figure]]:
-    """The name, the numbers, the maker and the figure, of each that there are numbers for, or that is asked for.
+def figures_of(arguments: argparse.Namespace) -> list[tuple[str, pd.DataFrame, Figure]]:
+    """The name, the numbers and the figure, of each that there are numbers for, or that is asked for.
 
     The studies are looked for where no source is named.
     """
     found = []
-    for name, collect_study, figure in [
+    for name, collect_study, draw in [
         ("convergence", collect_epochs, figures.convergence),
         ("inducing", collect_variants, figures.inducing),
     ]:
         asked_for, default = getattr(arguments, name), STUDIES / name
         if asked_for or (arguments.source == [RUNS] and any(default.rglob("metrics.json"))):
-            found.append((name, collect_study(asked_for or default), figure))
+            table = collect_study(asked_for or default)
+            found.append((name, table, draw(table)))
     sources = [arguments.calibration] if arguments.calibration else [s for s in arguments.source if s.is_dir()]
     bins = [collect_calibration(source).query("model == 'ented'") for source in sources]
     if any(map(len, bins)):
-        found.append(("calibration", pd.concat(bins), figures.calibration))
-    return [(name, table, maker, maker(table)) for name, table, maker in found]
+        table = pd.concat(bins)
+        found.append(("calibration", table, figures.calibration(table)))
+    return found
 
 
 def printed(arguments: argparse.Namespace) -> str:

@@ -45,12 +45,12 @@ def check_numbers(
 
     Raises
     ------
-    InputError : a factorisation failed in this epoch, or the bound is not finite.
+    InputError : a factorisation failed in this epoch, or the bound or a parameter is not finite.
     """
-    # the last step may have left the parameters beyond all bounds: 0 if their squares are finite, nan otherwise
     leading = bound_sum.ndim
-    squares = sum((0 * parameter.square()).flatten(leading).sum(leading) for parameter in model.parameters())
-    failures, bound = all_reduce(model.failures.double(), bound_sum + squares)
+    # the last step may have left parameters whose squares, which the next bound needs, are beyond all numbers
+    infinite = sum((~parameter.square().isfinite()).flatten(leading).sum(leading) for parameter in model.parameters())
+    failures, bound, infinite = all_reduce(model.failures.double(), bound_sum, infinite.to(bound_sum))
 
     def where(failed: Bool[Tensor, "..."]) -> str:
         failed = failed.flatten(leading).any(-1) if failed.ndim > leading else failed  # one of the components
@@ -62,8 +62,9 @@ def check_numbers(
             f"a Cholesky factorisation failed {where(failures > 0)}: "
             f"lower lr=, raise model.jitter (now {model.inducing.jitter:g}) or use dtype=float64"
         )
-    if not bound.isfinite().all():
-        raise InputError(f"the bound is not finite {where(~bound.isfinite())}: lower lr= or rho=")
+    for what, failed in {"the bound is": ~bound.isfinite(), "the parameters are": infinite > 0}.items():
+        if failed.any():
+            raise InputError(f"{what} not finite {where(failed)}: lower lr= or rho=")
 
 
 def warn_of_many_points(points: int, entries: int) -> None:

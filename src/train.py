@@ -73,6 +73,8 @@ def train(cfg: DictConfig) -> None:
     check(config)
     check_together(cfg)
     torch.set_num_threads(cfg.threads)
+    if cfg.compile:
+        torch.compiler.reset()  # PyTorch keeps 8 programs of a step, then goes on without; each cell needs its own
     join(cfg)
     for setting in overrides_given():
         if setting.split("=")[0] in TAKEN_BY_MODEL - set(cfg.model):

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import lightning as L
 import pandas as pd
 import pytest
+import torch
 from filelock import FileLock
 from joblib.externals.loky import get_reusable_executor
 from training import ROOT, binary, cells, finished
@@ -46,6 +48,14 @@ def test_replicas_fail_together(command, tiny):
     code, _, err = command(*binary(tiny), "replicas=folds", "lr=1e300")
     assert code == 1 and err.count("\n") == 1
     assert len(list(Path("runs").rglob("error.txt"))) == 2
+
+
+def test_each_cell_compiles_its_step_anew(command, tiny, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda step: calls.append("c") or step)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append("r"))
+    assert command("-m", *binary(tiny), "rank=1,2", "protocol=paper", "compile=true", "replicas=folds")[0] == 0
+    assert re.fullmatch("(rc+){2}", "".join(calls))
 
 
 def test_cells_of_methods_that_do_not_take_part_are_passed_over(command, tiny):

@@ -216,9 +216,8 @@ def compare(run: Run) -> None:
 
     def evaluate(effects: MainEffects) -> dict[str, float]:
         naive = CompletionMetrics(likelihood.kind, sync_on_compute=False)
-        for indices, values in zip(
-            *(part.split(EVALUATION_BATCH) for part in (test.indices, test.values)), strict=True
-        ):
+        batches = zip(test.indices.split(EVALUATION_BATCH), test.values.split(EVALUATION_BATCH), strict=True)
+        for indices, values in batches:
             naive.update(effects.predictive(indices), values)
         return {name: value.item() for name, value in naive.compute().items()}
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from ented.likelihoods import PolyaGamma
 from ented.quadrature import log_expectation
 
-# of predictions.csv, whatever the method, beside one for each mode
 QUANTILES = 1024  # at once, which bounds their memory
+# of predictions.csv, whatever the method, beside one for each mode
 COLUMNS = {"value", "mean", "std", "lower", "upper", "log_prob", "f_mean", "f_std"}
 
 

@@ -126,6 +126,10 @@ class Run:
         if processes() > min(len(self.test), len(part.validation or self.test)):
             raise InputError(f"{processes()} processes are more than the entries to evaluate: start fewer")
 
+    def open_folder(self) -> None:
+        """Make the folder of what is missing, or take the result where another command has finished it meanwhile."""
+        self.result = from_first(lambda: self.folder.open(self.train.fingerprint(), self.smallest, self.dataset.rows))
+
     def data(self, held_out: float) -> COODataModule:
         """The entries, of which a share is held out from training."""
         seed, dtype = self.config["seed"], getattr(torch, self.cfg.dtype)
@@ -190,7 +194,9 @@ class Run:
             trainer.save_checkpoint(partial, weights_only=True)
             os.replace(partial, self.folder.path / "last.ckpt")
         metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
-        self.folder.write_predictions(self.dataset.modes, self.test, trainer.predict(fit.module, fit.data))
+        self.folder.write_predictions(
+            self.dataset.cells(self.test.indices), self.test.values, trainer.predict(fit.module, fit.data)
+        )
         self.result = self.folder.write_metrics(metrics, epochs, steps, seconds, self.command)
         log.info("%s", self.line())
 
@@ -214,7 +220,7 @@ def prepare(runs: list[Run]) -> None:
     for run in runs:
         if not run.result:
             with run.folder.logging():
-                run.result = from_first(lambda run=run: run.folder.open(run.train.fingerprint(), run.smallest))
+                run.open_folder()
 
 
 def search_fit_test(cfg: DictConfig, runs: list[Run]) -> None:

@@ -7,10 +7,9 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from ented.datasets import Dataset
 from ented.lightning import CompletionModule
 from ented.likelihoods import PolyaGamma
-from ented.runs import needs
+from ented.runs import needs, read_json
 from ented.tensor import InputError
 
 
@@ -41,19 +40,18 @@ def parameters_in(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def load(folder: Path) -> tuple[CompletionModule, Dataset]:
-    """The trained module of a finished run, and its dataset, whose entries are not read.
+def load(folder: Path) -> tuple[CompletionModule, dict[str, list[str] | int]]:
+    """The trained module of a finished run, and for each mode the names of its rows, or their number.
 
     Raises
     ------
-    InputError : files of the run are missing, damaged, or of an older version.
+    InputError : files of the run are missing, damaged.
     """
-    needs(folder, "config.yaml", "last.ckpt")
+    needs(folder, "config.yaml", "modes.json", "last.ckpt")
     cfg = OmegaConf.load(folder / "config.yaml")
-    if "smallest_entry" not in cfg:
-        raise InputError(f"{folder} was made by an older version: run its command again with force=true")
-    dataset = instantiate(cfg.dataset.source)
-    module = new_module(cfg, dataset.shape, cfg.smallest_entry, lr=1e-3)  # with which nothing is trained
+    modes = read_json(folder / "modes.json")
+    shape = tuple(rows if isinstance(rows, int) else len(rows) for rows in modes.values())
+    module = new_module(cfg, shape, cfg.smallest_entry, lr=1e-3)  # with which nothing is trained
     try:
         checkpoint = torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)
         module.load_state_dict(checkpoint["state_dict"])
@@ -61,4 +59,4 @@ def load(folder: Path) -> tuple[CompletionModule, Dataset]:
         raise InputError(
             f"{folder / 'last.ckpt'} cannot be read ({error!r}): run its command again with force=true"
         ) from None
-    return module.eval(), dataset
+    return module.eval(), modes

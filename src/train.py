@@ -84,6 +84,7 @@ def train(cfg: DictConfig) -> None:
         return
     if len(dataset.shape) < 2:
         raise InputError(f"dataset={cfg.dataset.name} has one mode: a decomposition needs two or more")
+    config["content_of_files"] = dataset.content
     folds = range(dataset.folds) if cfg.fold == "all" else [cfg.fold]
     seeds = cfg.seed if several(cfg.seed) else [cfg.seed]
     cells = [config | {"fold": fold, "seed": seed} for seed in seeds for fold in folds]

@@ -6,7 +6,7 @@ from training import binary
 
 WHOLE, POSITIVE = "it must be a whole number from 1", "it must be a number above 0"
 MISTAKES = {
-    "dataset=nope": "choose from article, dblp, digg, ems, enron, flights, jhu, stream",
+    "dataset=nope": "choose from article, dblp, digg, ems, enron, flights, jhu, stream, table",
     "model=nope": "choose from bcp, bpcp, costco, ented, gcp, gptf, gptf_pg, main_effects, mdtf, ncpd, sbtr, vbgcp",
     "missing=none": "it must be masked or zeros",
     "protocol=nope": "choose from holdout, paper, validation",

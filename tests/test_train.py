@@ -23,7 +23,7 @@ def test_a_run_of_counts_leaves_its_folder(command, tiny, protocol, dtype):
     code, out, err = command(*counts(tiny), f"protocol={protocol}", f"dtype={dtype}", "fold=1", "seed=4", one)
     assert code == 0, err
     run = tiny.parent / "runs/counts/ented/rank=2/fold=1/seed=4"
-    expected = {"config.yaml", "train.log", "epochs.csv", "last.ckpt", "predictions.csv", "metrics.json"}
+    expected = {"config.yaml", "modes.json", "train.log", "epochs.csv", "last.ckpt", "predictions.csv", "metrics.json"}
     assert {file.name for file in run.iterdir()} == expected
 
     result = json.loads((run / "metrics.json").read_text())

@@ -1,6 +1,7 @@
 """A run is a folder: <runs_dir>/<dataset>/<model>/rank=R/fold=K/seed=S/, without rank=R for a model that has none.
 
 config.yaml      all settings, written first
+modes.json       names of the rows of each mode, or their number
 train.log        what was done
 holdout/         the fit that chose the number of epochs, where one did: epochs.csv, last.ckpt, chosen.json;
                  of several learning rates, each has a folder lr=... for the first two
@@ -31,7 +32,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ented.distributed import is_first
-from ented.tensor import COOTensor, InputError
+from ented.tensor import InputError
 
 log = logging.getLogger("ented")
 
@@ -155,11 +156,12 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         summary_file(self.config).unlink(missing_ok=True)
 
-    def open(self, fingerprint: str, smallest: float) -> dict | None:
+    def open(self, fingerprint: str, smallest: float, rows: dict[str, list[str] | int]) -> dict | None:
         """Make the folder, or go on in the one that an earlier start with the same settings and entries left.
 
         What another start left there is removed. config.yaml tells of the training entries their fingerprint and their
-        smallest value. Returns the metrics where another command has finished the run since they were asked for.
+        smallest value, modes.json of the rows of each mode their names or their number. Returns the metrics where
+        another command has finished the run since they were asked for.
 
         Raises
         ------
@@ -175,6 +177,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             config = self.config | {"training_entries": fingerprint, "smallest_entry": smallest}
             write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            write(self.path / "modes.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
             file = logging.FileHandler(self.path / "train.log")
         except OSError as error:
             raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
@@ -190,12 +193,13 @@ class RunFolder:
         with suppress(OSError):  # of a full disk, say
             write(self.path / "error.txt", f"{reason}\n\n{trace}")
 
-    def write_predictions(self, modes: list[str], test: COOTensor, batches: list[dict[str, Tensor]]) -> None:
+    def write_predictions(self, cells: pd.DataFrame, values: Tensor, batches: list[dict[str, Tensor]]) -> None:
         """Write predictions.csv: a row for each test entry, in the order of the test set.
 
-        `batches` holds the columns of consecutive parts of the test set, see `ented.predictive.Predictive.columns`.
+        `cells` has a column for each mode, and `batches` holds the other columns of consecutive parts of the test set,
+        see `ented.predictive.Predictive.columns`.
         """
-        table = pd.DataFrame(test.indices.numpy(), columns=modes).assign(value=test.values.long().numpy())
+        table = cells.assign(value=values.long().numpy())
         write(self.path / "predictions.csv", table.join(as_table(batches)).to_csv(index=False, float_format="%.6g"))
 
     def write_metrics(

@@ -5,5 +5,6 @@ from ented.datasets.dblp import DBLP
 from ented.datasets.flights import Flights
 from ented.datasets.folds import NpzFolds
 from ented.datasets.stream import Stream
+from ented.datasets.table import Table
 
-__all__ = ["DBLP", "Dataset", "Flights", "NpzFolds", "Stream"]
+__all__ = ["DBLP", "Dataset", "Flights", "NpzFolds", "Stream", "Table"]

@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
+import pandas as pd
+from jaxtyping import Int64
+from torch import Tensor
+
 from ented.datamodule import COODataModule
 from ented.predictive import COLUMNS
 from ented.tensor import COOTensor, InputError, TrainingEntries
@@ -29,6 +34,8 @@ class Dataset(ABC):
         Number of train and test splits.
     labels : dict of str to list of str
         For each mode, what its indices stand for, where that is known.
+    content : str or None
+        Text that differs where the content of its files does, for a source that has read them.
     """
 
     name: str
@@ -37,6 +44,7 @@ class Dataset(ABC):
     kind: Literal["binary", "count"]
     folds: int
     labels: Mapping[str, list[str]] = MappingProxyType({})
+    content: str | None = None
 
     def describe(self, name: str, shape: Sequence[int], modes: Sequence[str], kind: str, folds: int) -> None:
         """Set the attributes, for a source whose user names them.
@@ -108,6 +116,17 @@ class Dataset(ABC):
                 shared,
             )
         return clean
+
+    @property
+    def rows(self) -> dict[str, list[str] | int]:
+        """For each mode what its indices stand for, or how many there are where that is not known."""
+        return {mode: self.labels.get(mode, size) for mode, size in zip(self.modes, self.shape, strict=True)}
+
+    def cells(self, indices: Int64[Tensor, "N D"]) -> pd.DataFrame:
+        """A column for each mode: what the indices stand for, or the indices where that is not known."""
+        columns = dict(zip(self.modes, indices.numpy().T, strict=True))
+        named = {mode: np.array(names, dtype=object)[columns[mode]] for mode, names in self.labels.items()}
+        return pd.DataFrame(columns | named)
 
     def data_module(self, train: TrainingEntries, test: COOTensor, *settings) -> COODataModule:
         """Return what gives the entries to a model; the settings are those of `COODataModule`."""

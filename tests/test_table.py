@@ -1,0 +1,199 @@
+"""A user's table with names: reading it, fitting it, and predictions by name."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from training import TRAIN, Command, finished, numbers
+
+from ented.datasets import Table
+
+TABLE = ["dataset=table", "dataset.source.file=events.csv", "dataset.name=events", "epochs=3", "inducing=8"]
+# names that look like something else: a missing value, a number, two columns
+USERS, ITEMS = ["NA", "007", "7", "null", "Zoë", "b"], ["tea", "ice, cream", 'the "best"', "10", "9"]
+
+
+@pytest.fixture
+def events(monkeypatch, tmp_path) -> pd.DataFrame:
+    """100 of 6 x 5 x 4 cells, and files of them in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    cells = pd.MultiIndex.from_product([USERS, ITEMS, [9, 10, 11, 101]], names=["user", "item", "week"])
+    table = pd.DataFrame({"count": random.poisson(2, len(cells))}, index=cells).reset_index()
+    table = table.sample(100, random_state=0).reset_index(drop=True)
+    table.to_csv("events.csv", index=False)
+    table.to_parquet("events.parquet", index=False)
+    table.set_index(["user", "item", "week"]).to_parquet("indexed.parquet")
+    return table
+
+
+@pytest.fixture
+def command(capfd) -> Command:
+    return Command(capfd)
+
+
+@pytest.fixture
+def predict(capfd) -> Command:
+    return Command(capfd, TRAIN.parent / "predict.py")
+
+
+def rows(dataset: Table, tensor) -> list[tuple]:
+    return list(dataset.cells(tensor.indices).assign(count=tensor.values.numpy()).itertuples(index=False, name=None))
+
+
+def as_text(table: pd.DataFrame) -> list[tuple]:
+    return list(table.astype({"week": str}).itertuples(index=False, name=None))
+
+
+@pytest.mark.parametrize("file", ["events.csv", "events.parquet", "indexed.parquet"])
+def test_every_row_is_tested_by_once(events, file):
+    dataset = Table("events", file, folds=3)
+    assert dataset.modes == ["user", "item", "week"] and dataset.shape == (6, 5, 4)
+    assert dataset.labels["week"] == ["9", "10", "11", "101"]
+    assert dataset.labels["user"] == ["007", "7", "NA", "Zoë", "b", "null"]
+    tested = []
+    for fold in range(3):
+        train, test = (rows(dataset, tensor) for tensor in dataset.load(fold))
+        assert sorted(train + test) == sorted(as_text(events)) and len(test) in (33, 34)
+        tested += test
+    assert sorted(tested) == sorted(as_text(events))
+
+
+def test_columns_are_chosen_by_name(events):
+    events[["week", "count", "item", "user"]].assign(note="").to_csv("other.csv", index=False)
+    dataset = Table("events", "other.csv", value="count", modes=["week", "user", "item"], folds=2)
+    assert dataset.shape == (4, 6, 5)
+    _, test = dataset.load(1)
+    assert {(user, item, week, count) for week, user, item, count in rows(dataset, test)} < set(as_text(events))
+
+
+def test_another_file_to_test_by(events):
+    events[:80].to_csv("before.csv", index=False)
+    after = events[79:].sample(frac=1, random_state=1)  # one cell is in both
+    after[["count", "week", "user", "item"]].to_csv("after.csv", index=False)
+    dataset = Table("events", "before.csv", test="after.csv", value="count")
+    train, test = dataset.load(0)
+    assert dataset.folds == 1 and dataset.shape == (6, 5, 4)
+    assert rows(dataset, train) == as_text(events[:79]) and rows(dataset, test) == as_text(after)
+
+
+def test_the_numbers_are_those_of_the_same_entries_without_names(command, events):
+    events[:80].to_csv("before.csv", index=False)
+    events[80:].to_csv("after.csv", index=False)
+    users = ["007", "7", "NA", "Zoë", "b", "null"]
+    items = ["9", "10", "ice, cream", "tea", 'the "best"']
+    names = {"user": users, "item": items, "week": [9, 10, 11, 101]}
+    codes = np.column_stack([events[mode].map(values.index) for mode, values in names.items()] + [events["count"]])
+    Path("coded").mkdir()
+    np.savez("coded/fold-0.npz", train=codes[:80], test=codes[80:])
+    source = ["dataset.source.file=before.csv", "dataset.source.test=after.csv"]
+    assert command(*TABLE, *source)[0] == 0
+    npz = ["dataset=ems", "dataset.source.url=null", "dataset.source.shape=[6,5,4]", "dataset.source.folds=1"]
+    npz += ["dataset.name=coded", "data_dir=.", "dataset.source.modes=[user,item,week]", "epochs=3", "inducing=8"]
+    assert command(*npz)[0] == 0
+    actual, expected = (Path(f"runs/{name}/ented/rank=3/fold=0/seed=0") for name in ("events", "coded"))
+    assert numbers(actual)["metrics"] == numbers(expected)["metrics"]
+    by_name, by_index = (pd.read_csv(run / "predictions.csv", keep_default_na=False) for run in (actual, expected))
+    pd.testing.assert_frame_equal(by_name.iloc[:, 3:], by_index.iloc[:, 3:])
+    tested = by_name.iloc[:, :4].rename(columns={"value": "count"})
+    pd.testing.assert_frame_equal(tested, events[80:].reset_index(drop=True))
+
+
+def test_predictions_by_name_without_the_table(command, predict, events):
+    assert command(*TABLE, "fold=1")[0] == 0
+    Path("events.csv").unlink()
+    run = Path("runs/events/ented/rank=3/fold=1/seed=0")
+    tested = pd.read_csv(run / "predictions.csv", dtype=str, keep_default_na=False)
+    cells = tested[["week", "user", "item"]].assign(note="0012", time="1e3")
+    for file in ("cells.csv", "cells.parquet"):
+        getattr(cells, "to_csv" if file.endswith("csv") else "to_parquet")(file, index=False)
+        assert predict(run, file, "out.csv") == (0, "", "")
+        out = pd.read_csv("out.csv", dtype=str, keep_default_na=False)
+        pd.testing.assert_frame_equal(out[list(cells)], cells)
+        np.testing.assert_allclose(out["mean"].astype(float), tested["mean"].astype(float), rtol=2e-5)
+
+
+def test_a_table_that_has_changed_is_noticed(command, events):
+    assert command(*TABLE, "fold=0")[0] == 0
+    before = finished(Path("runs"))
+    code, out, _ = command(*TABLE, "fold=0")
+    assert code == 0 and "finished before" in out
+    events.assign(count=events["count"] + (events.index == 5)).to_csv("events.csv", index=False)
+    code, _, err = command(*TABLE, "fold=0")
+    assert code == 1 and "content_of_files" in err and "force=true" in err and err.count("\n") == 1
+    assert finished(Path("runs")) == before
+    assert command(*TABLE, "fold=0", "force=true")[0] == 0
+    assert finished(Path("runs")) != before
+
+
+def test_zeros_and_ones(command, events):
+    events.assign(count=events["count"] > 1).astype({"count": int}).to_csv("events.csv", index=False)
+    code, out, err = command(*TABLE, "dataset.source.kind=binary", "likelihood=bernoulli")
+    assert code == 0 and "auc" in out, err
+    assert len(finished(Path("runs"))) == 5
+
+
+MISTAKES = {
+    "user,item,count\na,b,1\na,c,2\na,b,3\n": "events.csv: rows 0 and 2 are of the same cell (a, b); add up",
+    "user,item,count\na,b,1\n,c,2\n": "events.csv, row 1: user is empty; fill it in, or leave the row out",
+    "user,item,count\na,b,\na,c,2\n": "events.csv, row 0: count is empty",
+    "user,item,count\na,b,1\na,c,many\n": "events.csv, row 1: count is many, which is no number",
+    "user,item,count\na,b,1\na,c,-2\n": "events.csv, row 1: value -2 is negative",
+    "user,item,count\na,b,1\na,c,1.5\n": "events.csv, row 1: value 1.5 is not an integer",
+    "user,item,count\na,b,1\na,c,inf\n": "events.csv, row 1: value inf is not finite",
+    "user,item,count\na,b,1\n": "folds is 5; give a whole number from 2 to 1, that of the rows",
+    "user,count\na,1\nb,1\nc,1\nd,1\ne,1\n": "has one mode",
+    "user,mean,count\na,b,1\n": "none that of a column of predictions.csv",
+    ",user,item,count\n0,a,b,1\n1,a,c,2\n": "events.csv has a column without a name",
+    "count\n1\n": "events.csv: column count holds the values; the modes need columns of their own",
+    "user,item,count\n": "events.csv has no rows",
+    "user,item,count\na,b,1,9\na,c,2,9\n": "events.csv is not a CSV or Parquet file (Length of header",
+    "": "events.csv is not a CSV or Parquet file",
+    "user,item,count\na,b,1\na,c,2,9\n": "Expected 3 fields in line 3, saw 4",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_mistakes_in_the_table(command, tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    Path("events.csv").write_text(text)
+    code, _, err = command(*TABLE)
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert MISTAKES[text] in err
+    assert [path.name for path in tmp_path.iterdir()] == ["events.csv"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("dataset.source.file=nowhere.csv", "nowhere.csv: No such file"),
+        ("dataset.source.file=.", "error: .: Is a directory"),
+        ("dataset.source.file=???", "dataset.source.file has no default"),
+        ("dataset.source.test=nowhere.csv", "nowhere.csv: No such file"),
+        ("dataset.source.value=late", "events.csv has no column late; it has user, item, week, count"),
+        ("dataset.source.modes=[user,shop]", "events.csv has no column shop; it has user, item, week, count"),
+        ("dataset.source.modes=[user,count]", "column count holds the values; the modes need columns of their own"),
+        ("dataset.source.modes=user", "give a list of names"),
+        ("dataset.source.folds=1", "folds is 1; give a whole number from 2 to 100"),
+        ("dataset.source.folds=two", "folds is two; give a whole number from 2 to 100"),
+        ("dataset.source.kind=binary", "a binary dataset holds the value"),
+        ("dataset.source.kind=words", "choose from binary, count"),
+        ("fold=5", "choose from 0, 1, 2, 3, 4"),
+    ],
+)
+def test_mistakes_in_the_settings(command, events, settings, message):
+    code, _, err = command(*TABLE, settings)
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert message in err
+    assert not Path("runs").exists()
+
+
+def test_a_name_that_the_run_does_not_know(command, predict, events):
+    assert command(*TABLE, "fold=0")[0] == 0
+    Path("cells.csv").write_text("user,item,week\nb,tea,9\nb,gin,9\n")
+    code, _, err = predict("runs/events/ented/rank=3/fold=0/seed=0", "cells.csv", "out.csv")
+    assert code == 1 and err == (
+        'error: cells.csv, row 1: there is no item gin; there are 9, 10, ice, cream, tea, the "best"\n'
+    )
+    assert not Path("out.csv").exists()

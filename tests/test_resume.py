@@ -124,11 +124,11 @@ def test_what_another_command_has_finished_meanwhile_stays(command, tiny):
     folder = tiny.parent / "runs/ones/ented/rank=2/fold=1/seed=0"
     before, config = finished(tiny.parent), yaml.safe_load((folder / "config.yaml").read_text())
     run = RunFolder(config)
-    assert run.open("of the same entries", 0) == json.loads((folder / "metrics.json").read_text())
+    assert run.open("of the same entries", 0, {}) == json.loads((folder / "metrics.json").read_text())
     run.unlock()
     other = RunFolder(config | {"model": config["model"] | {"lr": 0.5}})
     with pytest.raises(InputError, match="model.lr=0.02, asked for is model.lr=0.5"):
-        other.open("of the same entries", 0)
+        other.open("of the same entries", 0, {})
     other.unlock()
     assert finished(tiny.parent) == before
 

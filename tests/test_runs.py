@@ -3,6 +3,9 @@
 import subprocess
 from importlib.metadata import version
 
+import pytest
+from training import Command
+
 from ented.runs import code_version
 
 
@@ -30,3 +33,15 @@ def test_without_a_checkout_it_is_the_packages(tmp_path, monkeypatch):
     assert code_version(tmp_path) == version("ented")
     monkeypatch.setenv("PATH", str(tmp_path))  # without git
     assert code_version(tmp_path) == version("ented")
+
+
+@pytest.mark.parametrize("force", ["false", "true"])
+@pytest.mark.parametrize("place", ["runs", "runs/flights", "runs/flights/ented/rank=3/fold=0/seed=0"])
+def test_a_file_where_a_folder_should_be(capfd, tmp_path, monkeypatch, place, force):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / place
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("mine")
+    code, _, err = Command(capfd)("epochs=1", f"force={force}")
+    assert code == 1 and err.startswith("error: cannot write to runs/flights/") and err.count("\n") == 1, err
+    assert "choose another runs_dir=" in err and file.read_text() == "mine"

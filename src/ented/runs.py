@@ -120,6 +120,14 @@ class RunFolder:
         return read_json(file)
 
     @contextmanager
+    def _writing(self):
+        """Raise InputError where the place cannot be written to."""
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
+
+    @contextmanager
     def logging(self):
         """Collect the log's lines; they go to train.log, from the moment that `open` has made the folder."""
         log.addHandler(self._lines)
@@ -135,13 +143,12 @@ class RunFolder:
         ------
         InputError : another command has it (Busy), or the place cannot be written to.
         """
-        try:
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise Busy(f"{self.path}: another command works on this run; wait for its end, or end it") from None
-        except OSError as error:
-            raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:
+                raise Busy(f"{self.path}: another command works on this run; wait for its end, or end it") from None
 
     def unlock(self) -> None:
         """Let go of the folder and of its train.log."""
@@ -152,9 +159,10 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what the folder holds; its result first, so that a kill leaves no finished run with a part of it."""
-        (self.path / "metrics.json").unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
-        summary_file(self.config).unlink(missing_ok=True)
+        with self._writing():
+            (self.path / "metrics.json").unlink(missing_ok=True)
+            shutil.rmtree(self.path, ignore_errors=True)
+            summary_file(self.config).unlink(missing_ok=True)
 
     def open(self, fingerprint: str, smallest: float, rows: dict[str, list[str] | int]) -> dict | None:
         """Make the folder, or go on in the one that an earlier start with the same settings and entries left.
@@ -173,14 +181,12 @@ class RunFolder:
         if difference := self.difference(fingerprint):
             log.warning("an unfinished run with %s, is started afresh", difference)
             self.clear()
-        try:
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             config = self.config | {"training_entries": fingerprint, "smallest_entry": smallest}
             write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
             write(self.path / "modes.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
             file = logging.FileHandler(self.path / "train.log")
-        except OSError as error:
-            raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
         (self.path / "error.txt").unlink(missing_ok=True)
         summary_file(self.config).unlink(missing_ok=True)  # one of its folds is about to change
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -294,7 +300,7 @@ def finite(value: float) -> float | None:
 def read_json(file: Path) -> dict:
     """Raises InputError where the file is damaged."""
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{file} is damaged ({error}): remove it, and start again") from None
 
@@ -304,7 +310,7 @@ def write(file: Path, text: str) -> None:
     if not is_first():
         return
     partial = file.with_name(file.name + ".partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, file)
 
 

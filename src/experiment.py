@@ -38,6 +38,7 @@ def jobs_at_once(accelerator: str, threads: int) -> int:
 
 
 OmegaConf.register_new_resolver("jobs_at_once", jobs_at_once, replace=True)
+OmegaConf.register_new_resolver("stem", lambda file: Path(str(file)).stem, replace=True)  # events of data/events.csv
 
 
 class RunsFailed(Exception):
@@ -128,7 +129,7 @@ class Run:
 
     def open_folder(self) -> None:
         """Make the folder of what is missing, or take the result where another command has finished it meanwhile."""
-        self.result = from_first(lambda: self.folder.open(self.train.fingerprint(), self.smallest, self.dataset.rows))
+        self.result = from_first(lambda: self.folder.open(self.train.fingerprint(), self.smallest, self.dataset.layout))
 
     def data(self, held_out: float) -> COODataModule:
         """The entries, of which a share is held out from training."""
@@ -213,7 +214,7 @@ class Run:
 
 
 def prepare(runs: list[Run]) -> None:
-    """Read the data, and make the folders of what is missing."""
+    """Make the folders of what is missing. Replicas need the data of what is finished too."""
     for run in runs:
         with run.folder.logging():
             run.load()

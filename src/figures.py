@@ -156,28 +156,28 @@ def factors(run: Path, mode: str) -> Figure:
     act alike. The rows have names where the dataset has them, numbers otherwise, and neither where they are too many to
     be read.
     """
-    module, modes = load(run)
-    if mode not in modes:
-        raise ValueError(f"there is no mode {mode}: the modes of {run} are {', '.join(modes)}")
+    module, layout = load(run)
+    if mode not in layout.modes:
+        raise ValueError(f"there is no mode {mode}: the modes of {run} are {', '.join(layout.modes)}")
     if not isinstance(module, GaussianProcessModule):
         raise ValueError(f"{run} is a run of a method without such factors: name one of ented, gptf_pg or gptf")
-    model, d = module.model, list(modes).index(mode)
+    model, d = module.model, layout.modes.index(mode)
     rank = model.table.rank
-    if rank < 2:
-        raise ValueError(f"{run} has rank 1: the figure shows two directions")
+    if min(rank, layout.shape[d]) < 2:
+        raise ValueError(f"{run} has rank {rank} and {layout.shape[d]} of {mode}: the figure needs two directions")
     Z = model.table.Z.detach().double()
     Z = Z.reshape(-1, *Z.shape[-2:])  # components, rows, columns
-    precision = torch.as_tensor(model.kernel.precision).detach().expand(len(Z), 1, rank * len(modes))
-    means = Z[0, :, :rank].split(model.table.shape)[d] * precision[0, 0].split(rank)[d].sqrt()
+    precision = torch.as_tensor(model.kernel.precision).detach().expand(len(Z), 1, rank * len(layout.shape))
+    means = Z[0, :, :rank].split(layout.shape)[d] * precision[0, 0].split(rank)[d].sqrt()
     centred = means - means.mean(0)
     directions = torch.linalg.svd(centred, full_matrices=False)[2][:2]
     xy = centred @ directions.T
     figure, axes = plt.subplots(figsize=(5.5, 4.5), layout="constrained")
     axes.plot(*xy.T, "o", color="0.6", markersize=3)
     if len(xy) <= NAMED:
-        names = modes[mode] if isinstance(modes[mode], list) else range(len(xy))
+        names = layout.labels.get(mode, range(len(xy)))
         for point, name in zip(xy.tolist(), names, strict=True):
-            axes.annotate(str(name), point, xytext=(3, 3), textcoords="offset points", fontsize=7)
+            axes.annotate(str(name), point, xytext=(3, 3), textcoords="offset points", fontsize=7, parse_math=False)
     axes.set(xlabel="first direction, in lengthscales", ylabel="second direction, in lengthscales")
     axes.set_aspect("equal", adjustable="datalim")
     axes.set_title(f"{read_json(run / 'metrics.json')['dataset']}: factors of {mode}")

@@ -7,6 +7,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from ented.datasets.dataset import Layout
 from ented.lightning import CompletionModule
 from ented.likelihoods import PolyaGamma
 from ented.runs import needs, read_json
@@ -40,18 +41,21 @@ def parameters_in(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def load(folder: Path) -> tuple[CompletionModule, dict[str, list[str] | int]]:
-    """The trained module of a finished run, and for each mode the names of its rows, or their number.
+def load(folder: Path) -> tuple[CompletionModule, Layout]:
+    """The trained module of a finished run, and the layout of its tensor.
 
     Raises
     ------
-    InputError : files of the run are missing, damaged.
+    InputError : files of the run are missing or damaged.
     """
     needs(folder, "config.yaml", "modes.json", "last.ckpt")
     cfg = OmegaConf.load(folder / "config.yaml")
-    modes = read_json(folder / "modes.json")
-    shape = tuple(rows if isinstance(rows, int) else len(rows) for rows in modes.values())
-    module = new_module(cfg, shape, cfg.smallest_entry, lr=1e-3)  # with which nothing is trained
+    try:
+        layout = Layout(**read_json(folder / "modes.json"))
+        layout = layout._replace(shape=tuple(layout.shape))
+    except (InputError, TypeError):
+        raise InputError(f"{folder / 'modes.json'} is damaged: run its command again with force=true") from None
+    module = new_module(cfg, layout.shape, cfg.smallest_entry, lr=1e-3)  # with which nothing is trained
     try:
         checkpoint = torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)
         module.load_state_dict(checkpoint["state_dict"])
@@ -59,4 +63,4 @@ def load(folder: Path) -> tuple[CompletionModule, dict[str, list[str] | int]]:
         raise InputError(
             f"{folder / 'last.ckpt'} cannot be read ({error!r}): run its command again with force=true"
         ) from None
-    return module.eval(), modes
+    return module.eval(), layout

@@ -97,8 +97,8 @@ def write_report(arguments: argparse.Namespace) -> None:
                 (folder / f"{name}.{suffix}").unlink(missing_ok=True)
         for name, table in parts.items():
             if len(table):
-                (folder / f"{name}.md").write_text(tables.markdown(table) + "\n")
-                (folder / f"{name}.tex").write_text(tables.latex(table) + "\n")
+                (folder / f"{name}.md").write_text(tables.markdown(table) + "\n", encoding="utf-8")
+                (folder / f"{name}.tex").write_text(tables.latex(table) + "\n", encoding="utf-8")
                 table.replace(r"\*\*", "", regex=True).to_csv(folder / f"{name}.csv", index=False)
                 text.append(f"### {TITLES[name]}\n\n{tables.markdown(table)}")
     out.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def write_report(arguments: argparse.Namespace) -> None:
         for suffix in ("png", "pdf"):
             figures.save(figure, out / f"{name}.{suffix}")
         text.append(f"## {name}\n\n![{name}]({name}.png)\n\n{CAPTIONS[name]}")
-    (out / "report.md").write_text("\n\n".join(text) + "\n")
+    (out / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     runs, failures = (len(part.drop_duplicates(ABOUT)) for part in (finished(numbers), failed(numbers)))
     print(f"{out / 'report.md'}: {runs} finished runs" + (f", {failures} failed ones" if failures else ""))
 
@@ -181,7 +181,7 @@ def renew(file: Path) -> None:
         arguments = parser().parse_args(shlex.split(match[2]))
         return f"{match[1]}\n{printed(arguments)}\n{match[3]}"
 
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     new, tables_found = re.subn(
         r"(<!-- python src/report.py (.*?) -->)\n.*?(<!-- end -->)", table, text, flags=re.DOTALL
     )

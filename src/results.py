@@ -35,10 +35,10 @@ def collect(source: Path) -> pd.DataFrame:
         rows += [{**cell, "metric": name, "value": value, **spent, **made} for name, value in metrics.items()]
     for file in sorted(source.rglob("error.txt")):
         try:
-            cell = about(yaml.safe_load((file.parent / "config.yaml").read_text()))
+            cell = about(yaml.safe_load((file.parent / "config.yaml").read_text(encoding="utf-8")))
         except (KeyError, TypeError, yaml.YAMLError):
             raise ValueError(f"{file.parent / 'config.yaml'} is damaged: remove the folder") from None
-        rows.append({**cell, "metric": FAILED, "error": file.read_text().partition("\n")[0]})
+        rows.append({**cell, "metric": FAILED, "error": file.read_text(encoding="utf-8").partition("\n")[0]})
     if not rows:
         raise ValueError(f"no finished run below {source}")
     return with_columns(pd.DataFrame(rows))

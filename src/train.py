@@ -27,14 +27,14 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from baselines.main_effects import MainEffects
 from ented.datamodule import EVALUATION_BATCH
 from ented.datasets import Dataset
 from ented.distributed import connect, from_first, is_first, processes, started_by_torchrun
 from ented.metrics import CompletionMetrics
-from ented.runs import TAKEN_BY_MODEL, WITHOUT_EFFECT, Busy, clear, write_summary
+from ented.runs import CONTENT, TAKEN_BY_MODEL, WITHOUT_EFFECT, Busy, clear, write_summary
 from ented.settings import check
 from ented.tensor import InputError
 from experiment import Run, RunsFailed, accelerator, prepare, replicas_folder, search_fit_test, several, title
@@ -84,7 +84,9 @@ def train(cfg: DictConfig) -> None:
         return
     if len(dataset.shape) < 2:
         raise InputError(f"dataset={cfg.dataset.name} has one mode: a decomposition needs two or more")
-    config["content_of_files"] = dataset.content
+    config[CONTENT] = dataset.content
+    if config[CONTENT] != from_first(lambda: dataset.content):
+        raise InputError(f"dataset={cfg.dataset.name}: its files are not the same for all processes")
     folds = range(dataset.folds) if cfg.fold == "all" else [cfg.fold]
     seeds = cfg.seed if several(cfg.seed) else [cfg.seed]
     cells = [config | {"fold": fold, "seed": seed} for seed in seeds for fold in folds]
@@ -264,8 +266,8 @@ def one_line(error: BaseException) -> str:
     """What is wrong with the data, the command line or the configuration."""
     if isinstance(error, MissingConfigException) and error.options:
         return f"there is no {error.missing_cfg_file}: choose from {', '.join(error.options)}"
-    if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} has no default: give {error.full_key}= on the command line"
+    if missing := re.search(r"Missing mandatory value: (\S+)", str(error)):
+        return f"{missing[1]} has no default: give {missing[1]}= on the command line"
     if unknown := re.match(r"Could not override '(.+)'", str(error)):
         return f"{unknown[1]}: there is no such setting; those that there are stand in conf/"
     if isinstance(error, OverrideParseException):

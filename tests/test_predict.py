@@ -7,6 +7,7 @@ import pytest
 from training import TRAIN, Command, binary, counts
 
 from ented.datasets import Flights
+from ented.predictive import COLUMNS
 
 
 @pytest.fixture
@@ -18,6 +19,7 @@ def same_as_its_test(predict, run: Path) -> pd.DataFrame:
     """What the run predicts for its test entries, which are the numbers of its own predictions.csv."""
     expected = pd.read_csv(run / "predictions.csv")
     modes = expected.columns[: expected.columns.get_loc("value")]
+    assert set(expected.columns) - set(modes) <= COLUMNS
     expected = expected.assign(when=1700000000.123 + expected.index)  # a column of the user's own
     cells = expected[[*modes, "when"]].assign(mean=0)  # and one that is replaced
     cells.iloc[::-1].to_csv("cells.csv", index=False)
@@ -83,6 +85,12 @@ def test_mistakes_end_with_one_line(command, predict, tiny):
         code, out, err = predict(*arguments)
         assert code == 1 and not out and err.startswith("error: ") and err.count("\n") == 1, err
         assert message in err, err
+    layout = (run / "modes.json").read_text()
+    for text in ("junk", "{}"):
+        (run / "modes.json").write_text(text)
+        code, _, err = predict(run, "cells.csv", "out.csv")
+        assert code == 1 and "modes.json is damaged: run its command again with force=true" in err, err
+    (run / "modes.json").write_text(layout)
     (run / "last.ckpt").write_text("junk")
     code, _, err = predict(run, "cells.csv", "out.csv")
     assert code == 1 and "last.ckpt cannot be read" in err and err.count("\n") == 1, err

@@ -332,10 +332,10 @@ def test_mistakes_end_with_one_line(report, tmp_path):
         ([tmp_path / "runs", "--compare", report.script], "report.py is not a CSV"),
         ([tmp_path / "runs", "--table", "--csv", tmp_path / "nowhere/all.csv"], "nowhere"),
         ([tmp_path, "--counts", tmp_path / "x.png"], "is not the folder of a finished run"),
-        ([run, "--counts", tmp_path / "x.png"], "lost its predictions.csv"),
+        ([run, "--counts", tmp_path / "x.png"], "has no predictions.csv (lost, or"),
         ([binary, "--counts", tmp_path / "x.png"], "binary"),
         ([point, "--counts", tmp_path / "x.png"], "without quantiles"),
-        ([point, "--factors", "mode", tmp_path / "x.png"], "lost its last.ckpt"),
+        ([point, "--factors", "mode", tmp_path / "x.png"], "has no modes.json (lost, or"),
         (
             [tmp_path / "runs", "--calibration", tmp_path / "no.csv", "--out", tmp_path / "report"],
             "no.csv: No such file",

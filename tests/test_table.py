@@ -9,7 +9,7 @@ from training import TRAIN, Command, finished, numbers
 
 from ented.datasets import Table
 
-TABLE = ["dataset=table", "dataset.source.file=events.csv", "dataset.name=events", "epochs=3", "inducing=8"]
+TABLE = ["dataset=table", "dataset.source.file=events.csv", "epochs=3", "inducing=8"]
 # names that look like something else: a missing value, a number, two columns
 USERS, ITEMS = ["NA", "007", "7", "null", "Zoë", "b"], ["tea", "ice, cream", 'the "best"', "10", "9"]
 
@@ -50,7 +50,7 @@ def as_text(table: pd.DataFrame) -> list[tuple]:
 def test_every_row_is_tested_by_once(events, file):
     dataset = Table("events", file, folds=3)
     assert dataset.modes == ["user", "item", "week"] and dataset.shape == (6, 5, 4)
-    assert dataset.labels["week"] == ["9", "10", "11", "101"]
+    assert dataset.labels["week"] == ["10", "101", "11", "9"]
     assert dataset.labels["user"] == ["007", "7", "NA", "Zoë", "b", "null"]
     tested = []
     for fold in range(3):
@@ -82,12 +82,12 @@ def test_the_numbers_are_those_of_the_same_entries_without_names(command, events
     events[:80].to_csv("before.csv", index=False)
     events[80:].to_csv("after.csv", index=False)
     users = ["007", "7", "NA", "Zoë", "b", "null"]
-    items = ["9", "10", "ice, cream", "tea", 'the "best"']
-    names = {"user": users, "item": items, "week": [9, 10, 11, 101]}
+    items = ["10", "9", "ice, cream", "tea", 'the "best"']
+    names = {"user": users, "item": items, "week": [10, 101, 11, 9]}
     codes = np.column_stack([events[mode].map(values.index) for mode, values in names.items()] + [events["count"]])
     Path("coded").mkdir()
     np.savez("coded/fold-0.npz", train=codes[:80], test=codes[80:])
-    source = ["dataset.source.file=before.csv", "dataset.source.test=after.csv"]
+    source = ["dataset.source.file=before.csv", "dataset.source.test=after.csv", "dataset.name=events"]
     assert command(*TABLE, *source)[0] == 0
     npz = ["dataset=ems", "dataset.source.url=null", "dataset.source.shape=[6,5,4]", "dataset.source.folds=1"]
     npz += ["dataset.name=coded", "data_dir=.", "dataset.source.modes=[user,item,week]", "epochs=3", "inducing=8"]
@@ -117,21 +117,34 @@ def test_predictions_by_name_without_the_table(command, predict, events):
 def test_a_table_that_has_changed_is_noticed(command, events):
     assert command(*TABLE, "fold=0")[0] == 0
     before = finished(Path("runs"))
-    code, out, _ = command(*TABLE, "fold=0")
-    assert code == 0 and "finished before" in out
+    Path("elsewhere").mkdir()
+    events.to_parquet("elsewhere/events.pq")
+    for file in ("events.csv", f"{Path.cwd()}/elsewhere/events.pq"):
+        code, out, _ = command(*TABLE, f"dataset.source.file={file}", "fold=0")
+        assert code == 0 and "finished before" in out
     events.assign(count=events["count"] + (events.index == 5)).to_csv("events.csv", index=False)
     code, _, err = command(*TABLE, "fold=0")
-    assert code == 1 and "content_of_files" in err and "force=true" in err and err.count("\n") == 1
+    assert code == 1 and "holds a run with another content of its files" in err and err.count("\n") == 1
     assert finished(Path("runs")) == before
     assert command(*TABLE, "fold=0", "force=true")[0] == 0
     assert finished(Path("runs")) != before
 
 
 def test_zeros_and_ones(command, events):
-    events.assign(count=events["count"] > 1).astype({"count": int}).to_csv("events.csv", index=False)
+    events.assign(count=events["count"] > 1).to_csv("events.csv", index=False)
     code, out, err = command(*TABLE, "dataset.source.kind=binary", "likelihood=bernoulli")
     assert code == 0 and "auc" in out, err
     assert len(finished(Path("runs"))) == 5
+
+
+def test_the_figure_of_factors_shows_any_name(command, capfd, events):
+    events.assign(item=events["item"].replace("tea", "$\\no $1$"), year=2013).to_csv("events.csv", index=False)
+    assert command(*TABLE, "dataset.source.value=count", "fold=0")[0] == 0
+    run, report = "runs/events/ented/rank=3/fold=0/seed=0", Command(capfd, TRAIN.parent / "report.py")
+    assert report(run, "--factors", "item", "item.png")[::2] == (0, "")
+    assert Path("item.png").stat().st_size > 10_000
+    code, _, err = report(run, "--factors", "year", "year.png")
+    assert code == 1 and "1 of year: the figure needs two directions" in err and err.count("\n") == 1
 
 
 MISTAKES = {
@@ -168,13 +181,14 @@ def test_mistakes_in_the_table(command, tmp_path, monkeypatch, text):
     ("settings", "message"),
     [
         ("dataset.source.file=nowhere.csv", "nowhere.csv: No such file"),
-        ("dataset.source.file=.", "error: .: Is a directory"),
+        ("dataset.source.file=/tmp", "error: /tmp: Is a directory"),
         ("dataset.source.file=???", "dataset.source.file has no default"),
         ("dataset.source.test=nowhere.csv", "nowhere.csv: No such file"),
         ("dataset.source.value=late", "events.csv has no column late; it has user, item, week, count"),
         ("dataset.source.modes=[user,shop]", "events.csv has no column shop; it has user, item, week, count"),
         ("dataset.source.modes=[user,count]", "column count holds the values; the modes need columns of their own"),
         ("dataset.source.modes=user", "give a list of names"),
+        ("dataset.source.test=events.csv dataset.source.folds=5", "with dataset.source.test= there is one fold"),
         ("dataset.source.folds=1", "folds is 1; give a whole number from 2 to 100"),
         ("dataset.source.folds=two", "folds is two; give a whole number from 2 to 100"),
         ("dataset.source.kind=binary", "a binary dataset holds the value"),
@@ -183,7 +197,7 @@ def test_mistakes_in_the_table(command, tmp_path, monkeypatch, text):
     ],
 )
 def test_mistakes_in_the_settings(command, events, settings, message):
-    code, _, err = command(*TABLE, settings)
+    code, _, err = command(*TABLE, *settings.split())
     assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
     assert message in err
     assert not Path("runs").exists()
@@ -194,6 +208,6 @@ def test_a_name_that_the_run_does_not_know(command, predict, events):
     Path("cells.csv").write_text("user,item,week\nb,tea,9\nb,gin,9\n")
     code, _, err = predict("runs/events/ented/rank=3/fold=0/seed=0", "cells.csv", "out.csv")
     assert code == 1 and err == (
-        'error: cells.csv, row 1: there is no item gin; there are 9, 10, ice, cream, tea, the "best"\n'
+        'error: cells.csv, row 1: there is no item gin; there are 10, 9, ice, cream, tea, the "best"\n'
     )
     assert not Path("out.csv").exists()

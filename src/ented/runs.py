@@ -1,7 +1,7 @@
 """A run is a folder: <runs_dir>/<dataset>/<model>/rank=R/fold=K/seed=S/, without rank=R for a model that has none.
 
 config.yaml      all settings, written first
-modes.json       names of the rows of each mode, or their number
+modes.json       the shape of the tensor, the names of its modes, and what their indices stand for
 train.log        what was done
 holdout/         the fit that chose the number of epochs, where one did: epochs.csv, last.ckpt, chosen.json;
                  of several learning rates, each has a folder lr=... for the first two
@@ -31,6 +31,7 @@ import yaml
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from ented.datasets.dataset import Layout
 from ented.distributed import is_first
 from ented.tensor import InputError
 
@@ -50,6 +51,9 @@ IMMATERIAL_BELOW = (
     "model.compile",
     "protocol.ented.",
 )
+
+CONTENT = "content_of_files"  # in config.yaml, beside the settings: `Dataset.content`
+FILES = "dataset.source.file", "dataset.source.test"  # whose names do not matter where the content is known
 
 
 def code_version(checkout: Path) -> str:
@@ -91,10 +95,12 @@ class RunFolder:
             return None
         ours = material(self.config)
         try:
-            config = yaml.safe_load((self.path / "config.yaml").read_text())
+            config = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
             theirs = material(config)
         except (OSError, yaml.YAMLError, AttributeError):
             return "no readable config.yaml"
+        if ours.pop(CONTENT, None) != theirs.pop(CONTENT, None):
+            return "another content of its files"
         for key in ["protocol.name", *sorted(ours.keys() | theirs.keys())]:
             if ours.get(key) != theirs.get(key):
                 return f"{key}={theirs.get(key)}, asked for is {key}={ours.get(key)}"
@@ -112,10 +118,9 @@ class RunFolder:
         file = self.path / "metrics.json"
         if not file.exists():
             return None
-        if self.difference():
+        if difference := self.difference():
             raise InputError(
-                f"{self.path} holds a run with {self.difference()}: "
-                "choose another runs_dir=, or force=true to replace it"
+                f"{self.path} holds a run with {difference}: choose another runs_dir=, or force=true to replace it"
             )
         return read_json(file)
 
@@ -125,7 +130,9 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            raise InputError(f"cannot write to {self.path} ({error.strerror}): choose another runs_dir=") from None
+            raise InputError(
+                f"cannot write to {self.path} ({error.strerror or error}): choose another runs_dir="
+            ) from None
 
     @contextmanager
     def logging(self):
@@ -147,7 +154,7 @@ class RunFolder:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._lock.acquire(timeout=0)
-            except Timeout:
+            except Timeout:  # which is an OSError too
                 raise Busy(f"{self.path}: another command works on this run; wait for its end, or end it") from None
 
     def unlock(self) -> None:
@@ -164,12 +171,12 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             summary_file(self.config).unlink(missing_ok=True)
 
-    def open(self, fingerprint: str, smallest: float, rows: dict[str, list[str] | int]) -> dict | None:
+    def open(self, fingerprint: str, smallest: float, layout: Layout) -> dict | None:
         """Make the folder, or go on in the one that an earlier start with the same settings and entries left.
 
         What another start left there is removed. config.yaml tells of the training entries their fingerprint and their
-        smallest value, modes.json of the rows of each mode their names or their number. Returns the metrics where
-        another command has finished the run since they were asked for.
+        smallest value, modes.json of the tensor's layout. Returns the metrics where another command has finished the
+        run since they were asked for.
 
         Raises
         ------
@@ -185,10 +192,10 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             config = self.config | {"training_entries": fingerprint, "smallest_entry": smallest}
             write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-            write(self.path / "modes.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
-            file = logging.FileHandler(self.path / "train.log")
-        (self.path / "error.txt").unlink(missing_ok=True)
-        summary_file(self.config).unlink(missing_ok=True)  # one of its folds is about to change
+            write(self.path / "modes.json", json.dumps(layout._asdict(), indent=1, ensure_ascii=False) + "\n")
+            file = logging.FileHandler(self.path / "train.log", encoding="utf-8")
+            (self.path / "error.txt").unlink(missing_ok=True)
+            summary_file(self.config).unlink(missing_ok=True)  # one of its folds is about to change
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._lines.setTarget(file)
         self._lines.flush()
@@ -250,7 +257,9 @@ def needs(folder: Path, *names: str) -> None:
         raise InputError(f"{folder} is not the folder of a finished run")
     for name in names:
         if not (folder / name).exists():
-            raise InputError(f"{folder} has lost its {name}: run its command again with force=true")
+            raise InputError(
+                f"{folder} has no {name} (lost, or of an older version): run its command again with force=true"
+            )
 
 
 def clear(folders: list[RunFolder]) -> None:
@@ -317,7 +326,8 @@ def write(file: Path, text: str) -> None:
 def material(settings: dict) -> dict[str, object]:
     """The settings that decide a run's numbers, by their dotted names."""
     leaves = flat({key: value for key, value in settings.items() if key not in IMMATERIAL})
-    return {key: value for key, value in leaves.items() if not key.startswith(IMMATERIAL_BELOW)}
+    below = IMMATERIAL_BELOW + (FILES if settings.get(CONTENT) else ())
+    return {key: value for key, value in leaves.items() if not key.startswith(below)}
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:

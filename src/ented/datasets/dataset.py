@@ -4,7 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,25 @@ from ented.predictive import COLUMNS
 from ented.tensor import COOTensor, InputError, TrainingEntries
 
 log = logging.getLogger("ented")
+
+
+class Layout(NamedTuple):
+    """What there is to know of a tensor's indices; see `Dataset`."""
+
+    shape: tuple[int, ...]
+    modes: list[str]
+    labels: dict[str, list[str]]
+
+
+def check_names(name: str, modes: Sequence[str]) -> None:
+    """Raise InputError where these cannot be the names of the modes of a dataset."""
+    if isinstance(modes, str) or not all(isinstance(mode, str) and mode for mode in modes):
+        raise InputError(f"{name}: modes are {modes}; give a list of names, as in [user,item,week]")
+    if len(set(modes)) < len(modes) or COLUMNS.intersection(modes):
+        raise InputError(
+            f"{name}: modes are {', '.join(modes)}; give each its own name, none that of a column of "
+            f"predictions.csv ({', '.join(sorted(COLUMNS))})"
+        )
 
 
 class Dataset(ABC):
@@ -56,15 +75,9 @@ class Dataset(ABC):
         """
         if not all(type(size) is int and size >= 1 for size in shape):
             raise InputError(f"{name}: the sizes of the modes are {list(shape)}; give whole numbers from 1")
-        if isinstance(modes, str) or not all(isinstance(mode, str) and mode for mode in modes):
-            raise InputError(f"{name}: modes are {modes}; give a list of names, as in [user,item,week]")
+        check_names(name, modes)
         if len(modes) != len(shape):
             raise InputError(f"{name}: {len(modes)} modes for {len(shape)} sizes; name each mode once")
-        if len(set(modes)) < len(modes) or COLUMNS.intersection(modes):
-            raise InputError(
-                f"{name}: modes are {', '.join(modes)}; give each its own name, none that of a column of "
-                f"predictions.csv ({', '.join(sorted(COLUMNS))})"
-            )
         if kind not in ("binary", "count"):
             raise InputError(f"{name}: kind {kind!r} is unknown; choose from binary, count")
         self.name, self.shape, self.modes, self.kind, self.folds = name, tuple(shape), list(modes), kind, folds
@@ -118,9 +131,8 @@ class Dataset(ABC):
         return clean
 
     @property
-    def rows(self) -> dict[str, list[str] | int]:
-        """For each mode what its indices stand for, or how many there are where that is not known."""
-        return {mode: self.labels.get(mode, size) for mode, size in zip(self.modes, self.shape, strict=True)}
+    def layout(self) -> Layout:
+        return Layout(self.shape, self.modes, dict(self.labels))
 
     def cells(self, indices: Int64[Tensor, "N D"]) -> pd.DataFrame:
         """A column for each mode: what the indices stand for, or the indices where that is not known."""

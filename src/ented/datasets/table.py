@@ -10,8 +10,9 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float64, Int64
 
-from ented.datasets.dataset import Dataset
+from ented.datasets.dataset import Dataset, check_names
 from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
@@ -20,7 +21,7 @@ log = logging.getLogger("ented")
 class Table(Dataset):
     """A CSV or Parquet file with a row for each observed cell: a column for each mode, and one of values.
 
-    What stands in the column of a mode, a word or a number, names a row of that mode.
+    What stands in the column of a mode, a word or a number, is a name of that mode, and compared as text.
 
     Parameters
     ----------
@@ -30,8 +31,8 @@ class Table(Dataset):
         The table.
     test : str or None
         Another file with the rows to test by, of the same columns; then there is one fold.
-    folds : int
-        Without `test`, into how many parts the rows are divided at random, each of which is tested by once.
+    folds : int or None
+        Without `test`, into how many parts the rows are divided at random, each of which is tested by once; else 5.
     value : str or None
         The column of values; the last one otherwise.
     modes : sequence of str or None
@@ -50,7 +51,7 @@ class Table(Dataset):
         name: str,
         file: str,
         test: str | None = None,
-        folds: int = 5,
+        folds: int | None = None,
         value: str | None = None,
         modes: Sequence[str] | None = None,
         kind: Literal["binary", "count"] = "count",
@@ -59,53 +60,64 @@ class Table(Dataset):
         tables = [read_text(path) for path in files]
         value = tables[0].columns[-1] if value is None else str(value)
         modes = [column for column in tables[0] if column != value] if modes is None else modes
+        check_names(name, modes)
         if value in modes or not modes:
             raise InputError(f"{file}: column {value} holds the values; the modes need columns of their own")
-        if any(str(mode).startswith("Unnamed: ") for mode in modes):  # pandas' name of it
+        if any(mode.startswith("Unnamed: ") for mode in modes):  # pandas' name of it
             raise InputError(f"{file} has a column without a name: say by dataset.source.modes= which are the modes")
-        self.describe(name, [1] * len(modes), modes, kind, 1 if test is not None else folds)  # the shape comes below
-        cells = [columns_of(path, table, self.modes) for path, table in zip(files, tables, strict=True)]
-        self.labels = {mode: in_order(names) for mode, names in pd.concat(cells).items()}
-        self.shape = tuple(map(len, self.labels.values()))
-        self.tensors = []
-        for path, table in zip(files, tables, strict=True):
-            values = numbers_of(path, columns_of(path, table, [value])[value])
-            self.tensors.append(self.tensor(path, table[self.modes], values))
-        if test is None and not (type(folds) is int and 2 <= folds <= len(values)):
-            raise InputError(f"{file}: folds is {folds}; give a whole number from 2 to {len(values)}, that of the rows")
-        content = self.labels, [tensor.fingerprint() for tensor in self.tensors]
-        self.content = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+        tables = [columns_of(path, table, [*modes, value]) for path, table in zip(files, tables, strict=True)]
+        self.labels = {mode: sorted(names.unique()) for mode, names in pd.concat(tables)[list(modes)].items()}
+        self.describe(name, [len(names) for names in self.labels.values()], modes, kind, 1 if test else folds or 5)
+        self.entries, *self.test_entries = map(self.tensor, files, tables)
+        if test and folds is not None:
+            raise InputError(f"dataset.source.folds={folds}: with dataset.source.test= there is one fold")
+        if not test and not (type(self.folds) is int and 2 <= self.folds <= len(self.entries)):
+            raise InputError(
+                f"{file}: folds is {folds or 5}; give a whole number from 2 to {len(self.entries)}, that of the rows"
+            )
+        tensors = [self.entries, *self.test_entries]
+        content = repr([self.labels, *(tensor.fingerprint() for tensor in tensors)])
+        self.content = hashlib.sha256(content.encode()).hexdigest()[:16]
         sizes = " × ".join(f"{size} {mode}" for mode, size in zip(self.modes, self.shape, strict=True))
-        log.info("%s: %s by %s", file, value, sizes)
+        self.about = f"{file}: {value} by {sizes}"
 
-    def tensor(self, file: Path, cells: pd.DataFrame, values: np.ndarray) -> COOTensor:
-        """The entries of a file; raises InputError where two are of one cell, or a value is not a count."""
+    def tensor(self, file: Path, table: pd.DataFrame) -> COOTensor:
+        """The entries of a file, whose last column is that of the values.
+
+        Raises
+        ------
+        InputError
+            If a value is not a count, or two rows are of one cell, be they equal: they may be two events, and in two
+            folds.
+        """
+        indices = np.column_stack([indices_of(file, table[mode], names) for mode, names in self.labels.items()])
+        cells = pd.DataFrame(indices)
         if (twice := cells.duplicated()).any():
             row = twice.idxmax()
             first = (cells == cells.loc[row]).all(axis=1).idxmax()
             raise InputError(
-                f"{file}: rows {first} and {row} are of the same cell ({', '.join(cells.loc[row])}); add up their "
-                "values, or keep one of them"
+                f"{file}: rows {first} and {row} are of the same cell ({', '.join(table.loc[row, self.modes])}); "
+                "add up their values, or keep one of them"
             )
-        rows = [indices_of(file, cells[mode], names) for mode, names in self.labels.items()]
+        values = numbers_of(file, table.iloc[:, -1])
         try:
-            return COOTensor.from_rows(np.column_stack([*rows, values]), self.shape)
+            return COOTensor(torch.from_numpy(indices), torch.from_numpy(values), self.shape)
         except InputError as error:
             raise InputError(f"{file}, {error}") from None
 
     def read(self, fold: int) -> tuple[COOTensor, COOTensor]:
-        if len(self.tensors) == 2:
-            return self.tensors[0], self.tensors[1]
-        (tensor,) = self.tensors
+        log.info("%s", self.about)
+        if self.test_entries:
+            return self.entries, self.test_entries[0]
         # The stream of RandomState is frozen; that of default_rng may change between versions of numpy.
-        order = torch.from_numpy(np.random.RandomState(0).permutation(len(tensor)))
+        order = torch.from_numpy(np.random.RandomState(0).permutation(len(self.entries)))
         parts = list(order.tensor_split(self.folds))
         test = parts.pop(fold)
-        return tensor.subset(torch.cat(parts)), tensor.subset(test)
+        return self.entries.subset(torch.cat(parts)), self.entries.subset(test)
 
 
 def read_text(file: Path) -> pd.DataFrame:
-    """A CSV or Parquet file as text, as it stands there; what is missing is empty.
+    """A table from a CSV or Parquet file as text, as it stands there; what is missing is empty.
 
     Raises
     ------
@@ -113,21 +125,29 @@ def read_text(file: Path) -> pd.DataFrame:
         If the file is missing or malformed, or has no rows.
     """
     try:
-        if file.suffix == ".parquet":
-            table = pd.read_parquet(file)
-            table = table.reset_index(drop=table.index.names == [None])  # an index with names has columns of the table
-            table = table.astype("string").fillna("").astype(object)
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", pd.errors.ParserWarning)  # of rows that are longer than the header
-                table = pd.read_csv(file, dtype=object, keep_default_na=False, index_col=False)
+        with file.open("rb") as content:
+            is_parquet = content.read(4) == b"PAR1"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # of rows that are longer than the header
+            table = pd.read_parquet(file) if is_parquet else pd.read_csv(file, **AS_TEXT)
     except OSError as error:
         raise InputError(f"{file}: {error.strerror or error}") from None
+    except MemoryError:
+        raise InputError(f"{file} does not fit in memory: use dataset=stream") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{file} is not in UTF-8: save it so") from None
     except Exception as error:  # pandas and pyarrow raise many kinds of it on a malformed file
         raise InputError(f"{file} is not a CSV or Parquet file ({' '.join(str(error).split())})") from None
     if table.empty:
         raise InputError(f"{file} has no rows")
-    return table
+    if not is_parquet:
+        return table
+    columns = [name for name in table.index.names if name is not None and name not in table]
+    table = table.reset_index(level=columns).reset_index(drop=True)  # an index with names has columns of the table
+    return table.astype("string").fillna("").astype(object)
+
+
+AS_TEXT = {"dtype": object, "keep_default_na": False, "index_col": False, "skipinitialspace": True}
 
 
 def columns_of(file: Path, table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
@@ -146,14 +166,7 @@ def columns_of(file: Path, table: pd.DataFrame, columns: Sequence[str]) -> pd.Da
     return table[list(columns)]
 
 
-def in_order(names: pd.Series) -> list[str]:
-    """Each name once, numbers by their size and before words."""
-    distinct = pd.DataFrame({"name": names.unique()})
-    distinct["number"] = pd.to_numeric(distinct["name"], errors="coerce")
-    return distinct.sort_values(["number", "name"])["name"].tolist()
-
-
-def indices_of(file: Path, column: pd.Series, names: list[str]) -> np.ndarray:
+def indices_of(file: Path, column: pd.Series, names: list[str]) -> Int64[np.ndarray, "N"]:
     """The place of each name among the names; raises InputError where it is not there."""
     indices = pd.Index(names).get_indexer(column)
     if (unknown := indices < 0).any():
@@ -163,10 +176,11 @@ def indices_of(file: Path, column: pd.Series, names: list[str]) -> np.ndarray:
     return indices
 
 
-def numbers_of(file: Path, column: pd.Series) -> np.ndarray:
-    """Raises InputError where the text is not a number."""
-    numbers = pd.to_numeric(column, errors="coerce")
+def numbers_of(file: Path, column: pd.Series) -> Float64[np.ndarray, "N"]:
+    """True is one, and false zero; raises InputError where another text is not a number."""
+    text = column.str.lower().replace({"true": "1", "false": "0"})
+    numbers = pd.to_numeric(text, errors="coerce").astype("float64")
     if (wrong := numbers.isna()).any():
         row = wrong.idxmax()
         raise InputError(f"{file}, row {row}: {column.name} is {column[row]}, which is no number")
-    return numbers.to_numpy(np.float64)
+    return numbers.to_numpy(copy=True)

@@ -23,7 +23,7 @@ from ented.lightning import CompletionModule, SweepModule
 from ented.recorder import History, Recorder, ascending, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule
 from ented.runs import RunFolder, finite, read_json, write
-from ented.tensor import InputError, TrainingEntries
+from ented.tensor import COOTensor, InputError, TrainingEntries
 from modules import new_likelihood, new_module
 from tracking import log_figures, tracker
 
@@ -118,6 +118,7 @@ class Run:
         self.likelihood.check(torch.tensor([*self.train.range, *self.test.range]))
         sizes = len(self.train), len(self.test)
         log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, *sizes)
+        self.tell_of_rows_and_zeros()
         if (dataset.kind, self.likelihood.kind) == ("binary", "count"):
             raise InputError(
                 f"dataset={cfg.dataset.name} is binary: use likelihood=bernoulli, or set its kind to count"
@@ -126,6 +127,17 @@ class Run:
         part = self.data(cfg.protocol.held_out if searches_first(cfg) else 0)
         if processes() > min(len(self.test), len(part.validation or self.test)):
             raise InputError(f"{processes()} processes are more than the entries to evaluate: start fewer")
+
+    def tell_of_rows_and_zeros(self) -> None:
+        """Log what else there is to know of the entries for one who reads the predictions."""
+        if isinstance(self.train, COOTensor):
+            of_modes = zip(self.train.degrees().split(self.train.shape), self.test.indices.T, strict=True)
+            unseen = [(degrees[indices] == 0).sum().item() for degrees, indices in of_modes]
+            if any(unseen):
+                modes = ", ".join(f"{n} of {mode}" for mode, n in zip(self.dataset.modes, unseen, strict=True) if n)
+                log.info("test entries of a row without training entries: %s", modes)
+        if self.cfg.likelihood.get("smallest") == "auto" and self.likelihood.smallest:
+            log.info("no training entry is 0, and so no prediction is: likelihood.smallest=0 makes them possible")
 
     def open_folder(self) -> None:
         """Make the folder of what is missing, or take the result where another command has finished it meanwhile."""

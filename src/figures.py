@@ -180,7 +180,7 @@ def factors(run: Path, mode: str) -> Figure:
             axes.annotate(str(name), point, xytext=(3, 3), textcoords="offset points", fontsize=7, parse_math=False)
     axes.set(xlabel="first direction, in lengthscales", ylabel="second direction, in lengthscales")
     axes.set_aspect("equal", adjustable="datalim")
-    axes.set_title(f"{read_json(run / 'metrics.json')['dataset']}: factors of {mode}")
+    axes.set_title(f"{read_json(run / 'metrics.json')['dataset']}: factors of {mode}", parse_math=False)
     return figure
 
 

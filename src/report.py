@@ -206,8 +206,8 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--variants", action="store_true", help="as --table; the source holds a root for each variant")
     new.add_argument("--compare", type=Path, help="print means beside those of a CSV of published ones")
     new.add_argument("--rivals", type=Path, help="with --compare: CSV or run folders of other methods")
-    new.add_argument("--counts", type=Path, metavar="FILE", help="only draw predicted and observed counts of a run")
-    new.add_argument("--factors", nargs=2, metavar=("MODE", "FILE"), help="only draw the factors of a mode of a run")
+    new.add_argument("--counts", type=Path, metavar="FILE", help="draw predicted and observed counts of a run")
+    new.add_argument("--factors", nargs=2, metavar=("MODE", "FILE"), help="draw the factors of a mode of a run")
     new.add_argument("--renew", type=Path, nargs="+", metavar="TEXT", help="renew the tables in these texts")
     return new
 
@@ -220,11 +220,12 @@ def main() -> None:
         if arguments.renew:
             for file in arguments.renew:
                 renew(file)
-        elif arguments.counts:
-            figures.save(figures.observed(run), arguments.counts)
-        elif arguments.factors:
-            mode, file = arguments.factors
-            figures.save(figures.factors(run, mode), Path(file))
+        elif arguments.counts or arguments.factors:
+            if arguments.counts:
+                figures.save(figures.observed(run), arguments.counts)
+            if arguments.factors:
+                mode, file = arguments.factors
+                figures.save(figures.factors(run, mode), Path(file))
         elif arguments.table or arguments.variants or arguments.compare or arguments.rivals:
             print(printed(arguments))
         else:

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from ented.runs import about, read_json
+from ented.runs import CONTENT, about, read_json
 
 ABOUT = ["dataset", "model", "rank", "fold", "seed", "protocol", "missing"]
 FAILED = "failed"  # stands for the metric of a run that failed; then there is no value, and `error` says why
@@ -17,7 +17,7 @@ def collect(source: Path) -> pd.DataFrame:
     """All numbers of every finished run below a folder, and a row for each failed one; or such a table from its CSV."""
     if not source.is_dir():
         return of_table(source)
-    rows, folders = [], {}
+    rows, folders, contents = [], {}, {}
     for file in sorted(source.rglob("metrics.json")):
         try:
             run = read_json(file)
@@ -27,6 +27,11 @@ def collect(source: Path) -> pd.DataFrame:
             metrics = {name: math.nan if value is None else float(value) for name, value in run["metrics"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{file} is damaged ({error!r}): remove it, and start its run again") from None
+        content, other = contents.setdefault(run["dataset"], (run.get(CONTENT), file.parent))
+        if content != run.get(CONTENT):
+            raise ValueError(
+                f"{other} and {file.parent} are of different tables, or folds, of one name: give each a dataset.name="
+            )
         twin = folders.setdefault(tuple(cell.values()), file.parent)
         if twin != file.parent:
             raise ValueError(

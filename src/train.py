@@ -271,7 +271,8 @@ def one_line(error: BaseException) -> str:
     if unknown := re.match(r"Could not override '(.+)'", str(error)):
         return f"{unknown[1]}: there is no such setting; those that there are stand in conf/"
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override}: quote the value if it holds = or other signs, as in 'key=\"a=b\"'"
+        example = "'key=\"my table.csv\"'"
+        return f"cannot read {error.override}: quote the value if it holds spaces, = or other signs, as in {example}"
     mistake: BaseException | None = error
     while mistake is not None and not isinstance(mistake, InputError):
         mistake = mistake.__cause__  # Hydra wraps what an object that it makes raises

@@ -7,8 +7,9 @@ from dense_sums import GAUSSIANS, NB, ZETA, both, expectation, gaussian, log_pmf
 from scipy import integrate, stats
 from scipy.optimize import minimize_scalar
 from scipy.special import expit
+from torch.special import gammaincc
 
-from ented.likelihoods import Bernoulli, NegativeBinomial
+from ented.likelihoods import Bernoulli, NegativeBinomial, poisson_quantile
 from ented.predictive import LatentGaussian
 from ented.tensor import InputError
 
@@ -239,3 +240,18 @@ def test_quadrature_is_the_expectation_and_its_derivatives(float64, make):
             theta, linear = likelihood.sites(tensor(x), m.detach(), v.detach())
             torch.testing.assert_close(linear - theta * m.detach(), of_mean)
             torch.testing.assert_close(-theta / 2, of_variance, rtol=1e-3, atol=1e-4)  # equal for the exact expectation
+
+
+def test_quantiles_of_poisson_distributions():
+    """By their definition, and where SciPy's root is exact by that."""
+    random = np.random.default_rng(0)
+    rate = np.concatenate([10.0 ** random.uniform(-12, 9, 20000), [1e-300]])
+    for q in (1e-9, 0.05, 0.5, 0.95, 1 - 1e-9, random.uniform(0, 1, len(rate))):
+        k = poisson_quantile(np.array(q), rate)
+        small = rate < 1e4
+        np.testing.assert_array_equal(k[small], stats.poisson.ppf(q, rate)[small].clip(0))
+        up_to, below = (gammaincc(torch.from_numpy(k + more), torch.from_numpy(rate)).numpy() for more in (1, 0))
+        assert (up_to >= q * (1 - 1e-6)).all() and ((below <= q * (1 + 1e-6)) | (k == 0)).all()
+    assert poisson_quantile(np.array(0.5), np.array([0.0])) == 0
+    np.testing.assert_allclose(poisson_quantile(np.array(0.9), np.array([1e12, 1e18])), [1e12, 1e18], rtol=1e-5)
+    assert np.isnan(poisson_quantile(np.array(0.1), np.array([np.nan]))).all()

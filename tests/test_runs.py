@@ -1,12 +1,14 @@
 """What a run's folder says of itself."""
 
+import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import pytest
 from training import Command
 
-from ented.runs import code_version
+from ented.runs import code_version, write
 
 
 def git(folder, *arguments) -> str:
@@ -45,3 +47,15 @@ def test_a_file_where_a_folder_should_be(capfd, tmp_path, monkeypatch, place, fo
     code, _, err = Command(capfd)("epochs=1", f"force={force}")
     assert code == 1 and err.startswith("error: cannot write to runs/flights/") and err.count("\n") == 1, err
     assert "choose another runs_dir=" in err and file.read_text() == "mine"
+
+
+def test_a_file_is_written_where_a_link_points_and_into_a_pipe(tmp_path):
+    real, link, pipe = tmp_path / "real.csv", tmp_path / "link.csv", tmp_path / "pipe"
+    link.symlink_to(real)
+    write(link, "a")
+    assert link.is_symlink() and real.read_text() == "a"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as threads:
+        read = threads.submit(pipe.read_text)
+        write(pipe, "b")
+        assert read.result() == "b" and pipe.is_fifo()

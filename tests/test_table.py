@@ -60,6 +60,27 @@ def test_every_row_is_tested_by_once(events, file):
     assert sorted(tested) == sorted(as_text(events))
 
 
+@pytest.mark.parametrize("sep", [";", "\t"])
+def test_semicolons_and_tabs(events, sep):
+    events.to_csv("other.csv", index=False, sep=sep)
+    train, _ = Table("other", "other.csv").load(0)
+    expected, _ = Table("events", "events.csv").load(0)
+    assert train.fingerprint() == expected.fingerprint()
+
+
+def test_what_is_said_of_the_entries(command, events):
+    events = events[events["item"] != "tea"].assign(count=events["count"] + 1)
+    events[:60].to_csv("events.csv", index=False)
+    tea = events[60:].assign(item=["tea"] * 5 + events["item"][65:].tolist())
+    tea.to_csv("after.csv", index=False)
+    code, out, _ = command(*TABLE, "dataset.source.test=after.csv")
+    assert code == 0 and "test entries of a row without training entries: 5 of item" in out
+    assert "no training entry is 0, and so no prediction is" in out
+    events.assign(count=events["count"] % 2).to_csv("ones.csv", index=False)
+    code, out, _ = command(*TABLE, "dataset.source.file=ones.csv", "fold=0", "epochs=1")
+    assert "of zeros and ones only: dataset.source.kind=binary" in out and "no training entry is 0" not in out
+
+
 def test_columns_are_chosen_by_name(events):
     events[["week", "count", "item", "user"]].assign(note="").to_csv("other.csv", index=False)
     dataset = Table("events", "other.csv", value="count", modes=["week", "user", "item"], folds=2)
@@ -147,12 +168,23 @@ def test_the_figure_of_factors_shows_any_name(command, capfd, events):
     assert code == 1 and "1 of year: the figure needs two directions" in err and err.count("\n") == 1
 
 
+def test_runs_of_different_tables_are_not_averaged(command, capfd, events):
+    report = Command(capfd, TRAIN.parent / "report.py")
+    settings = [*TABLE, "model=main_effects", "runs_dir=runs"]
+    assert command(*settings, "fold=0")[0] == 0
+    assert report("runs", "--table")[0] == 0
+    assert command(*settings, "fold=1", "dataset.source.folds=20")[0] == 0
+    code, _, err = report("runs", "--table")
+    assert code == 1 and "are of different tables, or folds, of one name" in err and err.count("\n") == 1
+
+
 MISTAKES = {
     "user,item,count\na,b,1\na,c,2\na,b,3\n": "events.csv: rows 0 and 2 are of the same cell (a, b); add up",
     "user,item,count\na,b,1\n,c,2\n": "events.csv, row 1: user is empty; fill it in, or leave the row out",
     "user,item,count\na,b,\na,c,2\n": "events.csv, row 0: count is empty",
     "user,item,count\na,b,1\na,c,many\n": "events.csv, row 1: count is many, which is no number",
     "user,item,count\na,b,1\na,c,-2\n": "events.csv, row 1: value -2 is negative",
+    "user,item,count,\na,b,1,\na,c,1,\n": "events.csv has a column without a name",
     "user,item,count\na,b,1\na,c,1.5\n": "events.csv, row 1: value 1.5 is not an integer",
     "user,item,count\na,b,1\na,c,inf\n": "events.csv, row 1: value inf is not finite",
     "user,item,count\na,b,1\n": "folds is 5; give a whole number from 2 to 1, that of the rows",
@@ -161,7 +193,7 @@ MISTAKES = {
     ",user,item,count\n0,a,b,1\n1,a,c,2\n": "events.csv has a column without a name",
     "count\n1\n": "events.csv: column count holds the values; the modes need columns of their own",
     "user,item,count\n": "events.csv has no rows",
-    "user,item,count\na,b,1,9\na,c,2,9\n": "events.csv is not a CSV or Parquet file (Length of header",
+    "user,item,count\na,b,1,9\na,c,2,9\n": "events.csv has longer rows than its first one",
     "": "events.csv is not a CSV or Parquet file",
     "user,item,count\na,b,1\na,c,2,9\n": "Expected 3 fields in line 3, saw 4",
 }

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from scipy.optimize import elementwise
-from scipy.special import betainc, gammaincinv, pdtr, pdtrik
+from scipy.special import betainc, gammaincinv, ndtri, pdtr
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 from torch.quasirandom import SobolEngine
@@ -250,7 +250,8 @@ class NegativeBinomial(PolyaGamma):
         below = values[values < self.smallest]
         if len(below):
             raise InputError(
-                f"likelihood.smallest is {self.smallest}, and the data hold {below[0]:g}: set likelihood.smallest=0"
+                f"the data hold {below[0]:g}, and likelihood.smallest is {self.smallest}, as auto finds it where the "
+                "training entries hold no 0: set likelihood.smallest=0"
             )
 
     def b(self, x):
@@ -328,8 +329,7 @@ class NegativeBinomial(PolyaGamma):
         f = f_mean.cpu()[:, None] + f_variance.cpu().sqrt()[:, None] * torch.special.ndtri(u)  # (C, draws, S)
         rate = (gammaincinv(self.zeta, v.numpy()) * f.exp().numpy()).reshape(-1, f.shape[-1])
         w = w.repeat(len(f), 1).numpy()
-        y = np.where(pdtr(0, rate) >= w, 0, np.ceil(pdtrik(w, rate)))
-        x = self.smallest + torch.from_numpy(np.sort(y, 0))
+        x = self.smallest + torch.from_numpy(np.sort(poisson_quantile(w, rate), 0))
         weight = (1 / (x + 1)).cumsum(0)
         middle = (weight < weight[-1] / 2).sum(0, keepdim=True)
         return x.gather(0, middle).squeeze(0).to(f_mean)
@@ -340,3 +340,23 @@ class NegativeBinomial(PolyaGamma):
 
     def intercept(self, values):
         return log(max((values - self.smallest).sum().item(), 0.5) / (len(values) * self.known().zeta))
+
+
+def poisson_quantile(q: Float[np.ndarray, "#n S"], rate: Float[np.ndarray, "n S"]) -> Float[np.ndarray, "n S"]:
+    """The smallest count k with P(x <= k) >= q, of a Poisson distribution.
+
+    The Cornish-Fisher expansion is within a few counts of it, from where steps of one lead there. SciPy's pdtrik, which
+    looks for a root, takes six to eighteen times as long.
+    """
+    shape, q, rate = rate.shape, np.broadcast_to(q, rate.shape).ravel(), rate.ravel()
+    z = ndtri(q)
+    k = np.floor(rate + np.sqrt(rate) * z + (z**2 - 1) / 6 + 0.5).clip(0)
+    near = np.flatnonzero(rate < 1e9)  # above, the expansion itself is right to a part in 10^9
+    low = 1, lambda at: pdtr(k[at], rate[at]) < q[at]
+    high = -1, lambda at: pdtr(k[at] - 1, rate[at]) >= q[at]  # nan of k = 0, which is never too high
+    for step, is_wrong in low, high:
+        at = near[is_wrong(near)]
+        while len(at):
+            k[at] += step
+            at = at[is_wrong(at)]
+    return k.reshape(shape)

@@ -228,6 +228,8 @@ class RunFolder:
             "command": command,
             "version": VERSION,
         }
+        if content := self.config.get(CONTENT):
+            result[CONTENT] = content
         write(self.path / "metrics.json", json.dumps(result, indent=2) + "\n")
         return result
 
@@ -318,6 +320,10 @@ def write(file: Path, text: str) -> None:
     """Replace a file in one step: a kill leaves the old one or the new one. Of several processes, the first writes."""
     if not is_first():
         return
+    if file.exists() and not file.is_file():  # a pipe or a device
+        file.write_text(text, encoding="utf-8")
+        return
+    file = file.resolve()  # what a link stands for
     partial = file.with_name(file.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, file)

@@ -63,8 +63,10 @@ class Table(Dataset):
         check_names(name, modes)
         if value in modes or not modes:
             raise InputError(f"{file}: column {value} holds the values; the modes need columns of their own")
-        if any(mode.startswith("Unnamed: ") for mode in modes):  # pandas' name of it
-            raise InputError(f"{file} has a column without a name: say by dataset.source.modes= which are the modes")
+        if any(column.startswith("Unnamed: ") for column in (*modes, value)):  # pandas' name of it
+            raise InputError(
+                f"{file} has a column without a name: dataset.source.modes= and dataset.source.value= choose others"
+            )
         tables = [columns_of(path, table, [*modes, value]) for path, table in zip(files, tables, strict=True)]
         self.labels = {mode: sorted(names.unique()) for mode, names in pd.concat(tables)[list(modes)].items()}
         self.describe(name, [len(names) for names in self.labels.values()], modes, kind, 1 if test else folds or 5)
@@ -76,7 +78,7 @@ class Table(Dataset):
                 f"{file}: folds is {folds or 5}; give a whole number from 2 to {len(self.entries)}, that of the rows"
             )
         tensors = [self.entries, *self.test_entries]
-        content = repr([self.labels, *(tensor.fingerprint() for tensor in tensors)])
+        content = repr([self.labels, self.folds, *(tensor.fingerprint() for tensor in tensors)])
         self.content = hashlib.sha256(content.encode()).hexdigest()[:16]
         sizes = " × ".join(f"{size} {mode}" for mode, size in zip(self.modes, self.shape, strict=True))
         self.about = f"{file}: {value} by {sizes}"
@@ -107,6 +109,8 @@ class Table(Dataset):
 
     def read(self, fold: int) -> tuple[COOTensor, COOTensor]:
         log.info("%s", self.about)
+        if self.kind == "count" and self.entries.is_binary:
+            log.warning("of zeros and ones only: dataset.source.kind=binary likelihood=bernoulli is for such a table")
         if self.test_entries:
             return self.entries, self.test_entries[0]
         # The stream of RandomState is frozen; that of default_rng may change between versions of numpy.
@@ -129,13 +133,15 @@ def read_text(file: Path) -> pd.DataFrame:
             is_parquet = content.read(4) == b"PAR1"
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # of rows that are longer than the header
-            table = pd.read_parquet(file) if is_parquet else pd.read_csv(file, **AS_TEXT)
+            table = pd.read_parquet(file) if is_parquet else read_csv(file)
     except OSError as error:
         raise InputError(f"{file}: {error.strerror or error}") from None
     except MemoryError:
         raise InputError(f"{file} does not fit in memory: use dataset=stream") from None
     except UnicodeDecodeError:
-        raise InputError(f"{file} is not in UTF-8: save it so") from None
+        raise InputError(f"{file} is neither a CSV file in UTF-8 nor a Parquet file: save it as one of these") from None
+    except pd.errors.ParserWarning:
+        raise InputError(f"{file} has longer rows than its first one, which has to hold the columns' names") from None
     except Exception as error:  # pandas and pyarrow raise many kinds of it on a malformed file
         raise InputError(f"{file} is not a CSV or Parquet file ({' '.join(str(error).split())})") from None
     if table.empty:
@@ -147,7 +153,11 @@ def read_text(file: Path) -> pd.DataFrame:
     return table.astype("string").fillna("").astype(object)
 
 
-AS_TEXT = {"dtype": object, "keep_default_na": False, "index_col": False, "skipinitialspace": True}
+def read_csv(file: Path) -> pd.DataFrame:
+    """A table whose columns are separated by commas, or by semicolons or tabs where there are no commas."""
+    first, *others = pd.read_csv(file, nrows=0).columns
+    separator = next((sign for sign in ";\t" if sign in first and not others), ",")
+    return pd.read_csv(file, sep=separator, dtype=object, keep_default_na=False, index_col=False, skipinitialspace=True)
 
 
 def columns_of(file: Path, table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from ented.gaussian_process import ENTEDModule, GaussianProcessModule, SummedStr
 from ented.lightning import CompletionModule, SweepModule
 from ented.recorder import History, Recorder, ascending, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule
-from ented.runs import RunFolder, finite, read_json, write
+from ented.runs import RunFolder, finite, read_json, replacing, write
 from ented.tensor import COOTensor, InputError, TrainingEntries
 from modules import new_likelihood, new_module
 from tracking import log_figures, tracker
@@ -200,12 +199,12 @@ class Run:
     def test_and_write(self, fit: Fit, trainer: L.Trainer) -> None:
         """Test what was fitted, and write the results."""
         epochs, seconds = len(fit.history.rows), fit.history.seconds  # fewer epochs where the method has converged
+        # a sweep makes no step of an optimiser
         steps = 0 if isinstance(fit.module, SweepModule) else epochs * len(fit.data.train_dataloader())
         (tested,) = trainer.test(fit.module, fit.data, verbose=False)
-        if self.cfg.replicas:
-            partial = self.folder.path / "last.ckpt.partial"
-            trainer.save_checkpoint(partial, weights_only=True)
-            os.replace(partial, self.folder.path / "last.ckpt")
+        if self.cfg.replicas:  # whose checkpoints were of all of them; the test has given the trainer this one's module
+            with replacing(self.folder.path / "last.ckpt") as partial:
+                trainer.save_checkpoint(partial, weights_only=True)
         metrics = {name.removeprefix("test_"): value for name, value in tested.items()}
         self.folder.write_predictions(
             self.dataset.cells(self.test.indices), self.test.values, trainer.predict(fit.module, fit.data)
@@ -357,7 +356,10 @@ def usable(checkpoint: Path) -> Path | None:
     except Exception as error:  # torch, zipfile and pickle raise many kinds
         log.warning("%s cannot be read, training starts anew (%s)", checkpoint, " ".join(str(error).split()))
         return None
-    return checkpoint if "optimizer_states" in state else None  # what replicas leave cannot be resumed from
+    if "optimizer_states" not in state:
+        return None  # what replicas leave cannot be resumed from
+    log.info("%s: from after epoch %d on", checkpoint, state["epoch"] + 1)
+    return checkpoint
 
 
 def searches_first(cfg: DictConfig) -> bool:

@@ -69,7 +69,7 @@ def comparison(numbers: pd.DataFrame, published: pd.DataFrame) -> dict[str, pd.D
             for metric in metrics:
                 paper = lookup(published, dataset, model, rank, metric)
                 row[f"{metric}: published"] = "–" if paper is None else plus_minus(paper["mean"], paper["std"])
-                values = cell[cell.metric == (metric if metric == "auc" else f"{metric}_plugin")]
+                values = cell[cell.metric == plugin(metric)]
                 for protocol in ("paper", "holdout"):
                     ours = values[values.protocol == protocol].value
                     text = "–" if ours.empty else spread(ours)

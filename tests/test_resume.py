@@ -65,6 +65,15 @@ class Interrupt(L.Callback):
 INTERRUPT = "+callbacks.interrupt._target_=test_resume.Interrupt"
 
 
+def test_a_run_that_goes_on_says_from_where(command, tiny):
+    settings = [*binary(tiny), "fold=1", "checkpoint_seconds=0"]
+    with pytest.raises(Interruption):
+        command(*settings, INTERRUPT)
+    _, out, _ = command(*settings)
+    log = (tiny.parent / "runs/ones/ented/rank=2/fold=1/seed=0/train.log").read_text()
+    assert "last.ckpt: from after epoch 2 on" in out and "last.ckpt: from after epoch 2 on" in log
+
+
 def test_replicas_of_which_one_has_other_entries_start_afresh(command, tiny):
     settings = [*binary(tiny), "replicas=folds", "protocol.held_out=0", "checkpoint_seconds=0"]
     with pytest.raises(Interruption):

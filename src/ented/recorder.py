@@ -1,7 +1,6 @@
 """Writes what a fit needs to be followed and resumed: epochs.csv and last.ckpt."""
 
 import math
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ import lightning as L
 import pandas as pd
 from lightning.pytorch.callbacks import Checkpoint
 
-from ented.runs import write
+from ented.runs import replacing, write
 
 
 @dataclass
@@ -98,10 +97,8 @@ class Recorder(Checkpoint):
         # the tables first: where they are ahead of the checkpoint, the resumed fit writes them again
         for history in self.histories:
             history.write()
-        partial = self.checkpoint.with_name("last.ckpt.partial")
-        trainer.save_checkpoint(partial)
-        if trainer.is_global_zero:
-            os.replace(partial, self.checkpoint)
+        with replacing(self.checkpoint) as partial:
+            trainer.save_checkpoint(partial)  # all processes have a part in it
         self._saved = time.monotonic()
 
 

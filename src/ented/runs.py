@@ -323,10 +323,17 @@ def write(file: Path, text: str) -> None:
     if file.exists() and not file.is_file():  # a pipe or a device
         file.write_text(text, encoding="utf-8")
         return
-    file = file.resolve()  # what a link stands for
+    with replacing(file.resolve()) as partial:  # what a link stands for
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(file: Path):
+    """Another name to write to, which takes the file's place when all is written."""
     partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
+    yield partial
+    if is_first():
+        os.replace(partial, file)
 
 
 def material(settings: dict) -> dict[str, object]:

@@ -7,11 +7,10 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from ented.datasets.dataset import Layout
 from ented.lightning import CompletionModule
 from ented.likelihoods import PolyaGamma
 from ented.runs import needs, read_json
-from ented.tensor import InputError
+from ented.tensor import InputError, Layout
 
 
 def new_likelihood(cfg: DictConfig, smallest: float) -> PolyaGamma:

@@ -18,11 +18,10 @@ import pandas as pd
 import torch
 
 from ented.datamodule import EVALUATION_BATCH
-from ented.datasets.dataset import Layout
 from ented.datasets.table import columns_of, indices_of, numbers_of, read_text
 from ented.lightning import CompletionModule
 from ented.runs import as_table, write
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor, InputError, Layout
 from modules import load
 from results import one_line
 

@@ -31,9 +31,8 @@ import yaml
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from ented.datasets.dataset import Layout
 from ented.distributed import is_first
-from ented.tensor import InputError
+from ented.tensor import InputError, Layout
 
 log = logging.getLogger("ented")
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,14 @@ ROUNDING = 1e-6
 
 class InputError(ValueError):
     """A user's mistake. The message is one line that says what is wrong, where, and what to do."""
+
+
+class Layout(NamedTuple):
+    """The size and the name of each mode, and what the indices of a mode stand for, where that is known."""
+
+    shape: tuple[int, ...]
+    modes: list[str]
+    labels: dict[str, list[str]]
 
 
 class TrainingEntries(Protocol):

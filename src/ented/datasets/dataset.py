@@ -4,7 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -13,17 +13,9 @@ from torch import Tensor
 
 from ented.datamodule import COODataModule
 from ented.predictive import COLUMNS
-from ented.tensor import COOTensor, InputError, TrainingEntries
+from ented.tensor import COOTensor, InputError, Layout, TrainingEntries
 
 log = logging.getLogger("ented")
-
-
-class Layout(NamedTuple):
-    """What there is to know of a tensor's indices; see `Dataset`."""
-
-    shape: tuple[int, ...]
-    modes: list[str]
-    labels: dict[str, list[str]]
 
 
 def check_names(name: str, modes: Sequence[str]) -> None:

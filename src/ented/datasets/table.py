@@ -56,6 +56,8 @@ class Table(Dataset):
         modes: Sequence[str] | None = None,
         kind: Literal["binary", "count"] = "count",
     ):
+        if test and folds is not None:
+            raise InputError(f"dataset.source.folds={folds}: with dataset.source.test= there is one fold")
         files = [Path(str(path)).expanduser() for path in (file, test) if path is not None]
         tables = [read_text(path) for path in files]
         value = tables[0].columns[-1] if value is None else str(value)
@@ -71,8 +73,6 @@ class Table(Dataset):
         self.labels = {mode: sorted(names.unique()) for mode, names in pd.concat(tables)[list(modes)].items()}
         self.describe(name, [len(names) for names in self.labels.values()], modes, kind, 1 if test else folds or 5)
         self.entries, *self.test_entries = map(self.tensor, files, tables)
-        if test and folds is not None:
-            raise InputError(f"dataset.source.folds={folds}: with dataset.source.test= there is one fold")
         if not test and not (type(self.folds) is int and 2 <= self.folds <= len(self.entries)):
             raise InputError(
                 f"{file}: folds is {folds or 5}; give a whole number from 2 to {len(self.entries)}, that of the rows"
@@ -150,7 +150,7 @@ def read_text(file: Path) -> pd.DataFrame:
         return table
     columns = [name for name in table.index.names if name is not None and name not in table]
     table = table.reset_index(level=columns).reset_index(drop=True)  # an index with names has columns of the table
-    return table.astype("string").fillna("").astype(object)
+    return table.rename(columns=str).astype("string").fillna("").astype(object)
 
 
 def read_csv(file: Path) -> pd.DataFrame:

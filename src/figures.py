@@ -84,7 +84,8 @@ def inducing(numbers: pd.DataFrame) -> Figure:
         mean = part.value.mean()
         error.errorbar(mean.index, mean, part.value.std().fillna(0), capsize=2, **look)
         time.plot(part.epoch_seconds.mean(), **look)
-    title = f"{numbers.dataset.iloc[0]}, rank {numbers['rank'].iloc[0]}"
+    epochs = " or ".join(f"{epochs:.0f}" for epochs in sorted(numbers.epochs.unique()))
+    title = f"{numbers.dataset.iloc[0]}, rank {numbers['rank'].iloc[0]}, after {epochs} epochs"
     error.set(xscale="log", xlabel="inducing points", ylabel="relative RMSE", title=title)
     time.set(xscale="log", yscale="log", xlabel="inducing points", ylabel="seconds of an epoch", title=title)
     for panel in (error, time):

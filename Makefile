@@ -12,7 +12,7 @@ test: $(VENV)/installed
 # report/, and the tables in the texts and the notebook, from results/
 report: $(VENV)/installed
 	$(VENV)/bin/python src/report.py results/baselines.csv results/ented.csv --calibration results/calibration.csv \
-		--convergence results/convergence.csv
+		--convergence results/convergence.csv --inducing results/inducing.csv
 	$(VENV)/bin/python src/report.py --renew README.md results/baselines.md results/ented.md results/ablation.md
 	$(VENV)/bin/jupyter nbconvert --log-level ERROR --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/benchmark.ipynb
 

@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ented.gaussian_process import GaussianProcessModule
 from ented.runs import needs, read_json
@@ -91,6 +91,9 @@ def inducing(numbers: pd.DataFrame) -> Figure:
     for panel in (error, time):
         panel.set_xticks(points := sorted(numbers.points.unique()), map(str, points))
         panel.xaxis.minorticks_off()
+    time.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    time.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    time.yaxis.set_minor_formatter(NullFormatter())
     error.legend(fontsize=8, frameon=False)
     return figure
 

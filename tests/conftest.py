@@ -48,6 +48,11 @@ def tiny(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
+def predict(capfd) -> Command:
+    return Command(capfd, Path(__file__).parent.parent / "src/predict.py")
+
+
+@pytest.fixture
 def report(capfd) -> Command:
     return Command(capfd, Path(__file__).parent.parent / "src/report.py")
 

@@ -4,15 +4,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from training import TRAIN, Command, binary, counts
+from training import binary, counts
 
 from ented.datasets import Flights
 from ented.predictive import COLUMNS
-
-
-@pytest.fixture
-def predict(capfd) -> Command:
-    return Command(capfd, TRAIN.parent / "predict.py")
 
 
 def same_as_its_test(predict, run: Path) -> pd.DataFrame:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from training import TRAIN, Command, finished, numbers
+from training import finished, numbers
 
 from ented.datasets import Table
 
@@ -26,16 +26,6 @@ def events(monkeypatch, tmp_path) -> pd.DataFrame:
     table.to_parquet("events.parquet", index=False)
     table.set_index(["user", "item", "week"]).to_parquet("indexed.parquet")
     return table
-
-
-@pytest.fixture
-def command(capfd) -> Command:
-    return Command(capfd)
-
-
-@pytest.fixture
-def predict(capfd) -> Command:
-    return Command(capfd, TRAIN.parent / "predict.py")
 
 
 def rows(dataset: Table, tensor) -> list[tuple]:
@@ -144,8 +134,7 @@ def test_a_table_that_has_changed_is_noticed(command, events):
         code, out, _ = command(*TABLE, f"dataset.source.file={file}", "fold=0")
         assert code == 0 and "finished before" in out
     events.assign(count=events["count"] + (events.index == 5)).to_csv("events.csv", index=False)
-    code, _, err = command(*TABLE, "fold=0")
-    assert code == 1 and "holds a run with another content of its files" in err and err.count("\n") == 1
+    assert "holds a run with another content of its files" in command.mistake(*TABLE, "fold=0")
     assert finished(Path("runs")) == before
     assert command(*TABLE, "fold=0", "force=true")[0] == 0
     assert finished(Path("runs")) != before
@@ -158,24 +147,21 @@ def test_zeros_and_ones(command, events):
     assert len(finished(Path("runs"))) == 5
 
 
-def test_the_figure_of_factors_shows_any_name(command, capfd, events):
+def test_the_figure_of_factors_shows_any_name(command, report, events):
     events.assign(item=events["item"].replace("tea", "$\\no $1$"), year=2013).to_csv("events.csv", index=False)
     assert command(*TABLE, "dataset.source.value=count", "fold=0")[0] == 0
-    run, report = "runs/events/ented/rank=3/fold=0/seed=0", Command(capfd, TRAIN.parent / "report.py")
+    run = "runs/events/ented/rank=3/fold=0/seed=0"
     assert report(run, "--factors", "item", "item.png")[::2] == (0, "")
     assert Path("item.png").stat().st_size > 10_000
-    code, _, err = report(run, "--factors", "year", "year.png")
-    assert code == 1 and "1 of year: the figure needs two directions" in err and err.count("\n") == 1
+    assert "1 of year: the figure needs two directions" in report.mistake(run, "--factors", "year", "year.png")
 
 
-def test_runs_of_different_tables_are_not_averaged(command, capfd, events):
-    report = Command(capfd, TRAIN.parent / "report.py")
+def test_runs_of_different_tables_are_not_averaged(command, report, events):
     settings = [*TABLE, "model=main_effects", "runs_dir=runs"]
     assert command(*settings, "fold=0")[0] == 0
     assert report("runs", "--table")[0] == 0
     assert command(*settings, "fold=1", "dataset.source.folds=20")[0] == 0
-    code, _, err = report("runs", "--table")
-    assert code == 1 and "are of different tables, or folds, of one name" in err and err.count("\n") == 1
+    assert "are of different tables, or folds, of one name" in report.mistake("runs", "--table")
 
 
 MISTAKES = {
@@ -203,9 +189,7 @@ MISTAKES = {
 def test_mistakes_in_the_table(command, tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     Path("events.csv").write_text(text)
-    code, _, err = command(*TABLE)
-    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
-    assert MISTAKES[text] in err
+    assert MISTAKES[text] in command.mistake(*TABLE)
     assert [path.name for path in tmp_path.iterdir()] == ["events.csv"]
 
 
@@ -229,17 +213,14 @@ def test_mistakes_in_the_table(command, tmp_path, monkeypatch, text):
     ],
 )
 def test_mistakes_in_the_settings(command, events, settings, message):
-    code, _, err = command(*TABLE, *settings.split())
-    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
-    assert message in err
+    assert message in command.mistake(*TABLE, *settings.split())
     assert not Path("runs").exists()
 
 
 def test_a_name_that_the_run_does_not_know(command, predict, events):
     assert command(*TABLE, "fold=0")[0] == 0
     Path("cells.csv").write_text("user,item,week\nb,tea,9\nb,gin,9\n")
-    code, _, err = predict("runs/events/ented/rank=3/fold=0/seed=0", "cells.csv", "out.csv")
-    assert code == 1 and err == (
+    assert predict.mistake("runs/events/ented/rank=3/fold=0/seed=0", "cells.csv", "out.csv") == (
         'error: cells.csv, row 1: there is no item gin; there are 10, 9, ice, cream, tea, the "best"\n'
     )
     assert not Path("out.csv").exists()

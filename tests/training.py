@@ -81,6 +81,12 @@ class Command:
             return 1, out, err + code + "\n"
         return code, out, err
 
+    def mistake(self, *arguments: str | Path) -> str:
+        """The one line that a user's mistake ends with."""
+        code, _, err = self(*arguments)
+        assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
+        return err
+
 
 def run(folder: Path, processes: int, *settings: str) -> subprocess.CompletedProcess:
     """`src/train.py` in this process, in one of its own where it is to be killed, or in several by torchrun."""

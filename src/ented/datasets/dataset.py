@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Int64
 from torch import Tensor
 
@@ -27,6 +28,12 @@ def check_names(name: str, modes: Sequence[str]) -> None:
             f"{name}: modes are {', '.join(modes)}; give each its own name, none that of a column of "
             f"predictions.csv ({', '.join(sorted(COLUMNS))})"
         )
+
+
+def shuffled(n: int) -> Int64[Tensor, "n"]:
+    """The numbers below n in an order that is always the same."""
+    # the stream of RandomState is frozen; that of default_rng may change between versions of numpy
+    return torch.from_numpy(np.random.RandomState(0).permutation(n))
 
 
 class Dataset(ABC):

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from ented.datasets.dataset import Dataset
+from ented.datasets.dataset import Dataset, shuffled
 from ented.tensor import COOTensor
 
 FOLDER = Path(__file__).parent
@@ -31,7 +30,6 @@ class Flights(Dataset):
     def read(self, fold: int) -> tuple[COOTensor, COOTensor]:
         rows = np.loadtxt(FOLDER / "flights.csv.gz", delimiter=",", skiprows=1, dtype=np.int64)
         tensor = COOTensor.from_rows(rows, self.shape)
-        # The stream of RandomState is frozen; that of default_rng may change between versions of numpy.
-        order = torch.from_numpy(np.random.RandomState(0).permutation(len(tensor)))
+        order = shuffled(len(tensor))
         test_size = len(tensor) // 5
         return tensor.subset(order[test_size:]), tensor.subset(order[:test_size])

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float64, Int64
 
-from ented.datasets.dataset import Dataset, check_names
+from ented.datasets.dataset import Dataset, check_names, shuffled
 from ented.tensor import COOTensor, InputError
 
 log = logging.getLogger("ented")
@@ -113,9 +113,7 @@ class Table(Dataset):
             log.warning("of zeros and ones only: dataset.source.kind=binary likelihood=bernoulli is for such a table")
         if self.test_entries:
             return self.entries, self.test_entries[0]
-        # The stream of RandomState is frozen; that of default_rng may change between versions of numpy.
-        order = torch.from_numpy(np.random.RandomState(0).permutation(len(self.entries)))
-        parts = list(order.tensor_split(self.folds))
+        parts = list(shuffled(len(self.entries)).tensor_split(self.folds))
         test = parts.pop(fold)
         return self.entries.subset(torch.cat(parts)), self.entries.subset(test)
 

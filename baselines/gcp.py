@@ -10,10 +10,11 @@ from torch.nn.functional import softplus
 from baselines.cp import FLOOR, Missing, components, poisson_log_likelihood, total
 from baselines.lbfgs import maximise
 from ented.datamodule import generator
+from ented.errors import InputError
 from ented.lightning import SweepModule
 from ented.likelihoods import PolyaGamma
 from ented.predictive import Known, Predictive
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 
 class GCP(SweepModule):

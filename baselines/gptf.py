@@ -57,6 +57,7 @@ class GPTF(GaussianProcessModule):
     def predictive(self, indices: Int[Tensor, "S D"]) -> Predictive:
         with torch.no_grad():
             features = self.model.features(indices)
+            self.model.check_factorisation(features)
             mean, variance = self.q.moments(features.phi, features.residual)
             return self.likelihood.predictive(mean.double(), variance.double())
 

@@ -15,14 +15,15 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ented.datamodule import COODataModule, batch_sizes
-from ented.datasets import Dataset, Stream
+from ented.datasets import Dataset
 from ented.distributed import from_first, is_distributed, own_gpu, processes, processes_of_node
+from ented.errors import InputError
 from ented.gaussian_process import ENTEDModule, GaussianProcessModule, SummedStrategy
 from ented.lightning import CompletionModule, SweepModule
 from ented.recorder import History, Recorder, ascending, best_epoch, held_out_score
 from ented.replicas import ReplicaData, ReplicasModule
-from ented.runs import RunFolder, finite, read_json, replacing, write
-from ented.tensor import COOTensor, InputError, TrainingEntries
+from ented.runs import VERSION, RunFolder, finite, read_json, replacing, write
+from ented.tensor import COOTensor, TrainingEntries
 from modules import new_likelihood, new_module
 from tracking import log_figures, tracker
 
@@ -76,25 +77,25 @@ class Run:
         """Take the result of an earlier start, where there is one."""
         self.result = from_first(lambda: self.folder.metrics)
         if self.result:
-            log.info("%s  finished before", self.line())
+            by = self.result.get("version")
+            log.info("%s  finished before%s", self.line(), "" if by == VERSION else f" by version {by} of the code")
 
     def check_method(self) -> None:
         """Raise InputError where the method does not go with the other settings."""
         cfg, method = self.cfg, get_class(self.cfg.model._target_)
-        streamed = isinstance(self.dataset, Stream)
-        if method.all_entries and streamed:
+        if method.all_entries and self.dataset.streamed:
             raise InputError(
                 f"model={cfg.model.name} needs all entries at once, and those of dataset={cfg.dataset.name} stay in "
                 "their files: choose model=ented, gptf_pg, gptf, costco or sbtr"
             )
-        if cfg.protocol.name == "validation" and streamed:
+        if cfg.protocol.name == "validation" and self.dataset.streamed:
             raise InputError(
                 "protocol=validation: the entries that it holds out are in memory, unlike those of dataset=stream: "
                 "use protocol=holdout"
             )
         if method.all_entries and cfg.batch_size != "all":
             raise InputError(f"batch_size={cfg.batch_size}: model={cfg.model.name} needs batch_size=all")
-        if cfg.replicas and streamed:
+        if cfg.replicas and self.dataset.streamed:
             raise InputError(f"replicas={cfg.replicas}: the entries of replicas are in memory, unlike dataset=stream")
         if cfg.replicas and not issubclass(method, ENTEDModule):
             raise InputError(f"replicas={cfg.replicas} is for model=ented and gptf_pg, not {cfg.model.name}")

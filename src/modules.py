@@ -7,10 +7,11 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from ented.errors import InputError
 from ented.lightning import CompletionModule
 from ented.likelihoods import PolyaGamma
 from ented.runs import needs, read_json
-from ented.tensor import InputError, Layout
+from ented.tensor import Layout
 
 
 def new_likelihood(cfg: DictConfig, smallest: float) -> PolyaGamma:

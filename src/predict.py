@@ -19,11 +19,11 @@ import torch
 
 from ented.datamodule import EVALUATION_BATCH
 from ented.datasets.table import columns_of, indices_of, numbers_of, read_text
+from ented.errors import InputError, one_line
 from ented.lightning import CompletionModule
 from ented.runs import as_table, write
-from ented.tensor import COOTensor, InputError, Layout
+from ented.tensor import COOTensor, Layout
 from modules import load
-from results import one_line
 
 
 def read_cells(file: Path, layout: Layout) -> tuple[pd.DataFrame, COOTensor]:

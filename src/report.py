@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 
 import figures
 import tables
+from ented.errors import one_line
 from ented.runs import write
 from results import (
     ABOUT,
@@ -39,7 +40,6 @@ from results import (
     collect_variants,
     failed,
     finished,
-    one_line,
     read_table,
     save,
     with_columns,

@@ -155,12 +155,6 @@ def read_table(file: Path, columns: list[str]) -> pd.DataFrame:
     return table
 
 
-def one_line(error: OSError | ValueError) -> str:
-    """What is wrong, and with which file."""
-    named = isinstance(error, OSError) and error.filename
-    return " ".join((f"{error.filename}: {error.strerror}" if named else str(error)).split())
-
-
 def finished(numbers: pd.DataFrame) -> pd.DataFrame:
     return numbers[numbers.metric != FAILED]
 

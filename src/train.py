@@ -33,10 +33,10 @@ from baselines.main_effects import MainEffects
 from ented.datamodule import EVALUATION_BATCH
 from ented.datasets import Dataset
 from ented.distributed import connect, from_first, is_first, processes, started_by_torchrun
+from ented.errors import InputError
 from ented.metrics import CompletionMetrics
 from ented.runs import CONTENT, TAKEN_BY_MODEL, WITHOUT_EFFECT, Busy, clear, write_summary
 from ented.settings import check
-from ented.tensor import InputError
 from experiment import Run, RunsFailed, accelerator, prepare, replicas_folder, search_fit_test, several, title
 from modules import parameters_in
 
@@ -59,7 +59,7 @@ def main(cfg: DictConfig) -> None:
             raise
         # torchrun's processes all find the same
         if not isinstance(error, RunsFailed) and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {one_line(error)}", file=sys.stderr)
+            print(f"error: {reason(error)}", file=sys.stderr)
         if processes() > 1 or HydraConfig.get().mode == RunMode.RUN:
             sys.exit(1)
         raise RunsFailed from None  # which Hydra keeps until the other cells of the grid are done
@@ -141,11 +141,11 @@ def do_group(cfg: DictConfig, runs: list[Run]) -> None:
     except Exception as error:  # a mistake in the settings, memory that ran out, or an error in the code
         unfinished = [run for run in missing if not run.result]
         for run in unfinished:
-            run.folder.fail(one_line(error), traceback.format_exc())
+            run.folder.fail(reason(error), traceback.format_exc())
         if FULL_ERROR or processes() > 1 or not unfinished:
             raise
         folders = ", ".join(str(run.folder.path) for run in unfinished)
-        print(f"error: {one_line(error)} (error.txt in {folders})", file=sys.stderr)
+        print(f"error: {reason(error)} (error.txt in {folders})", file=sys.stderr)
     for run in missing:
         if run.result:
             compare(run)
@@ -262,7 +262,7 @@ def overrides_given() -> list[str]:
     return [override.lstrip("+") for override in HydraConfig.get().overrides.task]
 
 
-def one_line(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """What is wrong with the data, the command line or the configuration."""
     if isinstance(error, MissingConfigException) and error.options:
         return f"there is no {error.missing_cfg_file}: choose from {', '.join(error.options)}"
@@ -312,7 +312,7 @@ if __name__ == "__main__":
             "what was finished stays, and the command goes on where this one was"
         )
     except HYDRA_ERRORS as error:
-        sys.exit(f"error: {one_line(error)}")
+        sys.exit(f"error: {reason(error)}")
     except ValueError as error:
         if not str(error).startswith(("Config group override", "n_jobs")):  # Hydra's, for dataset=null; joblib's
             raise

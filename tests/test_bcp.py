@@ -8,8 +8,9 @@ from sklearn.metrics import roc_auc_score
 
 from baselines.bcp import BCP
 from baselines.main_effects import MainEffects
+from ented.errors import InputError
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 SHAPE, RANK = (12, 11, 10), 2
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ented.datamodule import EVALUATION_BATCH, COODataModule, EpochBatches, generator
-from ented.tensor import COOTensor, InputError
+from ented.errors import InputError
+from ented.tensor import COOTensor
 
 
 def make(n, start=0):

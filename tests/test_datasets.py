@@ -16,7 +16,7 @@ from scipy.io import loadmat
 
 import ented.datasets
 from ented.datasets import DBLP, Flights, NpzFolds
-from ented.tensor import InputError
+from ented.errors import InputError
 
 PACKAGE = Path(ented.datasets.__file__).parent
 

@@ -40,7 +40,7 @@ def test_rows_are_those_of_each_mode(float64):
     table.Z.data = torch.arange(24.0).reshape(12, 2)
     draw = table.draw(torch.tensor([[0, 0, 0], [3, 2, 4]]))
     assert draw.z.tolist() == [[0, 1, 8, 9, 14, 15], [6, 7, 12, 13, 22, 23]]
-    assert draw.mean == draw.variance == 0
+    assert draw.prior_mean == draw.variance == 0
 
 
 def centred_log(degrees, i, s2) -> float:
@@ -79,7 +79,7 @@ def test_a_draw_has_the_posterior_of_its_rows(float64, mean, new):
             for mode, (gamma, degrees) in enumerate(zip(table.gamma.tolist(), DEGREES.split(SHAPE), strict=True)):
                 s2 = columns[3][rows[mode]].exp().item() ** 2 if new else 0.0
                 expected += gamma * centred_log(degrees, cell[mode], s2)
-        found = [torch.as_tensor(moment).expand(ENTRIES)[n].item() for moment in (draw.mean, draw.variance)]
+        found = [torch.as_tensor(moment).expand(ENTRIES)[n].item() for moment in (draw.prior_mean, draw.variance)]
         assert found == pytest.approx([expected, variance])
 
 
@@ -156,7 +156,7 @@ def test_leading_dimensions_equal_a_loop(float64, std, mean, new):
             single.log_degrees, single.log_degrees_of_new = table.log_degrees[i], table.log_degrees_of_new[i]
         draw = single.draw(indices[i], noise[i], new)
         torch.testing.assert_close(together.z[i], draw.z)
-        for name in "mean", "variance":
+        for name in "prior_mean", "variance":
             both, one = (torch.as_tensor(getattr(of, name)) for of in (together, draw))
             torch.testing.assert_close(both.expand(2, ENTRIES)[i], one.expand(ENTRIES))
 

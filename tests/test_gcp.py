@@ -15,8 +15,8 @@ from scipy.special import expit
 from baselines.cp import exposure, total
 from baselines.gcp import GCP
 from baselines.main_effects import MainEffects
+from ented.errors import InputError
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.tensor import InputError
 
 OBJECTIVES = {"count": Objectives.POISSON, "binary": Objectives.BERNOULLI_LOGIT}
 LIKELIHOODS = {"count": NegativeBinomial(20), "binary": Bernoulli()}

@@ -17,8 +17,9 @@ from training import fit
 from baselines.gptf import GPTF, Gaussian, Probit
 from baselines.main_effects import MainEffects
 from ented.datamodule import COODataModule
+from ented.errors import InputError
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 SHAPE, RANK, JITTER = (4, 3, 5), 2, 1e-2
 LOCATION, SCALE, LOG_NOISE = 20.0, 7.0, -0.4
@@ -285,6 +286,12 @@ def test_counts_that_are_all_equal_have_scale_one():
 def test_a_failed_factorisation_ends_training(tmp_path):
     with pytest.raises(InputError, match="Cholesky factorisation failed in epoch 1 .* raise model.jitter"):
         fit(make_module("binary", jitter=-2.0), make_data("binary", 41), 2, tmp_path)
+
+
+def test_a_failed_factorisation_ends_a_prediction():
+    module = make_module("binary", jitter=-2.0)
+    with pytest.raises(InputError, match="^a Cholesky factorisation failed in a prediction"):
+        module.predictive(make_entries("binary")[0])
 
 
 def test_starts_from_the_prior():

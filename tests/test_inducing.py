@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy.spatial.distance import cdist
 
-from ented.inducing import InducingBlocks
+from ented.inducing import InducingInputs
 from ented.kernels import RBF
 
 POINTS, INPUTS, ENTRIES = 6, 4, 7
@@ -19,7 +19,7 @@ def k(x, y):
 
 def make(jitter):
     """Inducing inputs, and a batch that has one of them among its rows."""
-    inducing = InducingBlocks(POINTS, INPUTS, std=1.0, jitter=jitter).double()
+    inducing = InducingInputs(POINTS, INPUTS, std=1.0, jitter=jitter).double()
     inducing.X.data = normal(POINTS, INPUTS)
     M = normal(ENTRIES, INPUTS, seed=1)
     M[0] = inducing.X[2].detach()
@@ -61,7 +61,7 @@ def test_residual_uses_the_kernels_variance():
 
 def test_residual_is_never_negative():
     """At an inducing input without jitter it is rounding noise of either sign."""
-    inducing = InducingBlocks(50, INPUTS, std=1.0, jitter=0.0).double()
+    inducing = InducingInputs(50, INPUTS, std=1.0, jitter=0.0).double()
     inducing.X.data = 3 * normal(50, INPUTS)
     assert (inducing(RBF(), inducing.X.detach()).residual >= 0).all()
 
@@ -73,14 +73,14 @@ def test_a_failed_factorisation_is_flagged():
 
 def test_inputs_start_from_a_gaussian_of_the_given_deviation():
     torch.manual_seed(0)
-    X = InducingBlocks(200, 100, std=0.3, jitter=0.0).X
+    X = InducingInputs(200, 100, std=0.3, jitter=0.0).X
     # 20000 draws: standard errors 0.002 and 0.0015
     assert X.mean().item() == pytest.approx(0, abs=0.01)
     assert X.std().item() == pytest.approx(0.3, abs=0.0075)
 
 
 def backward_by_hand_and_by_autograd(X, M, phi_bar):
-    inducing = InducingBlocks(POINTS, INPUTS, std=1.0, jitter=0.1).double()
+    inducing = InducingInputs(POINTS, INPUTS, std=1.0, jitter=0.1).double()
     inducing.X = torch.nn.Parameter(X)
     M = M.clone().requires_grad_()
     features = inducing(RBF(0.8, 2.5), M)
@@ -106,7 +106,7 @@ def test_leading_dimensions_equal_a_loop():
 
 
 def test_each_failed_factorisation_of_a_stack_is_flagged():
-    inducing = InducingBlocks(POINTS, INPUTS, std=1.0, jitter=0.1).double()
+    inducing = InducingInputs(POINTS, INPUTS, std=1.0, jitter=0.1).double()
     inducing.X = torch.nn.Parameter(normal(3, POINTS, INPUTS))
     inducing.X.data[1] = torch.nan
     features = inducing(RBF(), normal(3, ENTRIES, INPUTS))

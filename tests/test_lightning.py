@@ -9,10 +9,11 @@ from torch._dynamo.utils import counters
 from training import ALL, fit
 
 from ented.datamodule import COODataModule
+from ented.errors import InputError
 from ented.gaussian_process import ENTEDModule, check_numbers, initial_lengthscales
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.model import stack
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 SHAPE = (7, 6, 5)
 

@@ -9,9 +9,9 @@ from scipy.optimize import minimize_scalar
 from scipy.special import expit
 from torch.special import gammaincc
 
+from ented.errors import InputError
 from ented.likelihoods import Bernoulli, NegativeBinomial, poisson_quantile
 from ented.predictive import LatentGaussian
-from ented.tensor import InputError
 
 # p(x | f)
 

@@ -9,8 +9,9 @@ from training import fit
 
 from baselines.mdtf import MDTF, tucker
 from ented.datamodule import COODataModule
+from ented.errors import InputError
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 SHAPES = [(5, 4), (4, 2, 5), (3, 6, 2, 4)]
 DECAY = {"factor_decay": 0.3, "weight_decay": 0.2, "core_decay": 0.7}

@@ -22,10 +22,10 @@ from small_model import (
 )
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 
+from ented.errors import InputError
 from ented.factors import FactorTable
 from ented.likelihoods import Bernoulli
 from ented.model import ENTED
-from ented.tensor import InputError
 
 blocks_1_2_3 = pytest.mark.parametrize("blocks", [1, 2, 3])
 
@@ -434,3 +434,5 @@ def test_a_kernel_matrix_that_is_not_positive_definite_counts_as_a_failure(break
     assert features.info != 0
     model.natural_gradient_step(features, x, 1.0, 1.0)
     assert model.failures > 0
+    with pytest.raises(InputError, match="^a Cholesky factorisation failed in a prediction: .* higher model.jitter"):
+        model.predictive(indices)

@@ -13,8 +13,8 @@ from scipy import stats
 
 from baselines.main_effects import MainEffects
 from baselines.ncpd import NCPD
+from ented.errors import InputError
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.tensor import InputError
 
 NB = NegativeBinomial(20)
 pytestmark = pytest.mark.usefixtures("float64")

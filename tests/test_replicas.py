@@ -13,11 +13,12 @@ from torch.testing import assert_close
 from training import ALL, assert_same_run, binary, fit, kill, run, train
 
 from ented.datamodule import COODataModule
+from ented.errors import InputError
 from ented.gaussian_process import ENTEDModule
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.recorder import History
 from ented.replicas import ReplicaData, ReplicasModule
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 SHAPE = (7, 6, 5)
 # of each replica: entries (at 15 a batch, one has fewer batches than the others), seed, learning rate, epochs

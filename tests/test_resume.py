@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from filelock import FileLock
 from files_by_hand import write_folds
 from training import TRAIN, binary, finished, numbers
 
-from ented.runs import RunFolder
-from ented.tensor import InputError
+from ented.errors import InputError
+from ented.runs import VERSION, RunFolder
 
 
 def test_a_grid_started_again_does_only_what_is_missing(command, tiny):
@@ -99,6 +100,68 @@ def test_force_removes_all_runs_first_so_that_others_are_never_taken_for_new_one
     code, out, err = command(*binary(tiny), "lr=0.5")
     assert code == 0, err
     assert finished(tiny.parent).keys() == old.keys() and "afresh" not in out
+
+
+def test_a_kill_while_force_removes_runs_leaves_none_that_counts(command, tiny, monkeypatch):
+    assert command(*binary(tiny))[0] == 0
+    removed = []
+
+    def killed(path, **_) -> None:
+        removed.append(path)
+        raise Interruption
+
+    with monkeypatch.context() as patch, pytest.raises(Interruption):
+        patch.setattr(shutil, "rmtree", killed)
+        command(*binary(tiny), "lr=0.5", "force=true")
+    assert removed and not finished(tiny.parent)
+    assert not list(tiny.parent.rglob("summary-*"))
+    code, out, err = command(*binary(tiny), "lr=0.5")
+    assert code == 0, err
+    assert "from after epoch" not in out  # not even the old checkpoints are gone on with
+
+
+def test_a_folder_that_cannot_be_removed_ends_with_one_line(command, tiny, monkeypatch):
+    assert command(*binary(tiny), "fold=0")[0] == 0
+
+    def refused(path, **_) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    assert "cannot write to runs/ones/ented/rank=2/fold=0/seed=0 (Permission denied)" in command.mistake(
+        *binary(tiny), "fold=0", "force=true"
+    )
+
+
+class StopEarly(L.Callback):
+    """As a signal does, before the first epoch."""
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        sys.exit(143)
+
+
+def test_a_signal_before_the_first_epoch_is_no_failure_of_the_run(command, tiny):
+    code, _, err = command(*binary(tiny), "+callbacks.early._target_=test_resume.StopEarly")
+    assert code == 143 and not err
+    assert not list(tiny.parent.rglob("error.txt"))
+
+
+def test_another_version_of_the_code_is_named(command, tiny):
+    arguments = [*binary(tiny), "fold=0", "checkpoint_seconds=0"]
+    run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
+    with pytest.raises(Interruption):
+        command(*arguments, INTERRUPT)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["version"] == VERSION
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"version": "0.0.1"}))
+    code, out, err = command(*arguments)
+    assert code == 0, err
+    assert f"begun by version 0.0.1 of the code, goes on with {VERSION}" in out
+    assert yaml.safe_load((run / "config.yaml").read_text())["version"] == "0.0.1"
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["version"] == VERSION
+    assert " by version" not in command(*arguments)[1]
+    (run / "metrics.json").write_text(json.dumps(metrics | {"version": "0.0.1"}))
+    assert "finished before by version 0.0.1 of the code\n" in command(*arguments)[1]
 
 
 @pytest.mark.parametrize("force", ["false", "true"])
@@ -242,6 +305,9 @@ def test_settings_that_change_no_number_do_not_matter(command, tiny):
     moved = tiny.rename(tiny.with_name("moved"))
     assert command(*binary(moved), "fold=0", "checkpoint_seconds=3", "logger=wandb")[0] == 0
     assert finished(tiny.parent) == first
+    # what is for other protocols and experiments, or has been given otherwise
+    code, _, err = command(*binary(moved), "fold=0", "dataset.paper.lr=0.7", "dataset.paper.epochs=9")
+    assert code == 0 and finished(tiny.parent) == first, err
 
 
 def test_killed_and_started_again_ends_with_the_same_numbers(command, tiny):

@@ -11,9 +11,10 @@ from torchmetrics.functional.classification import binary_auroc
 
 from baselines.main_effects import MainEffects
 from baselines.sbtr import SBTR
+from ented.errors import InputError
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.predictive import LatentGaussian
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 SHAPE = (4, 3, 5)
 

@@ -10,7 +10,7 @@ import pytest
 from dataset_configs import BENCHMARKS, configured
 
 from ented.datasets import source
-from ented.tensor import InputError
+from ented.errors import InputError
 
 CONTENT = b"the published file"
 PATH = "set/file.bin"

@@ -10,10 +10,11 @@ from training import fit
 
 import ented.shards
 from ented.datamodule import EpochBatches
+from ented.errors import InputError
 from ented.gaussian_process import ENTEDModule
 from ented.likelihoods import NegativeBinomial
 from ented.shards import InOrder, Lane, Minibatches, NpyBlock, ParquetBlock, Shards, StreamDataModule
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 SHAPE = (50_000, 7)
 

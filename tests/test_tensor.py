@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from ented.tensor import COOTensor, InputError
+from ented.errors import InputError
+from ented.tensor import COOTensor
 
 # The second shape has more cells than int64 can number.
 SHAPES = [(4, 3, 5), (4, 3, 5) + (2**21,) * 3]

@@ -9,8 +9,9 @@ from scipy.special import gammaln
 
 from baselines.main_effects import MainEffects
 from baselines.vbgcp import VBGCP
+from ented.errors import InputError
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 SHAPE, RANK = (3, 3, 3), 2
 PRIOR = {"ard_shape": 1.5, "ard_rate": 0.7, "offset_precision": 0.4}  # none such that leaving it out goes unseen

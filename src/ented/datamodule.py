@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ented.tensor import COOTensor, InputError, TrainingEntries
+from ented.errors import InputError
+from ented.tensor import COOTensor, TrainingEntries
 
 EVALUATION_BATCH = 8192  # entries at once where no gradient is kept
+# what the draws of a `generator` are for: its third number, after the seed and the epoch, which alone draw the order
+HELD_OUT, PARTS_OF_BLOCKS, SAMPLE, NOISE = 1, 2, 3, 4
+BUFFERS = 1  # of entries that are streamed, none of which is HELD_OUT
 
 
 class Entries(Dataset):
@@ -107,7 +111,7 @@ class COODataModule(L.LightningDataModule):
 
     def split(self, size: int) -> None:
         """Take `size` of the training entries for validation."""
-        order = torch.randperm(len(self.train), generator=generator(self.seed, 0, 1))
+        order = torch.randperm(len(self.train), generator=generator(self.seed, 0, HELD_OUT))
         self.train, self.validation = self.train.subset(order[size:]), self.train.subset(order[:size])
 
     @property

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from ented.tensor import InputError
+from ented.errors import InputError
 
 
 def started_by_torchrun() -> bool:

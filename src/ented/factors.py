@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.quasirandom import SobolEngine
 
-from ented.tensor import InputError
+from ented.errors import InputError
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Draw:
 
     rows: Int[Tensor, "... S D"]  # of Z
     z: Float[Tensor, "... S Q"]  # the drawn factors side by side, Q = D R
-    mean: Float[Tensor, "... S"] | float  # of o
+    prior_mean: Float[Tensor, "... #S"] | float  # o
     variance: Float[Tensor, "... S"] | float  # that the effects add to f's
     # and what the backward pass takes up again
     values: Float[Tensor, "... S D W"]  # the rows of Z, W columns
@@ -80,10 +80,10 @@ class FactorTable(nn.Module):
         self.shape, self.rank, self.init_std = tuple(shape), rank, init_std
         self.effects, self.slopes = mean in ("effects", "degrees"), mean == "degrees"
         self.variational, self.sparse_gradients = posterior_std is not None, sparse_gradients
-        rows, self.mean_columns = sum(shape), rank + self.effects
+        rows, self.location_columns = sum(shape), rank + self.effects
         columns = [init_std * torch.randn(rows, rank), torch.zeros(rows, int(self.effects))]
         if self.variational:
-            columns.append(torch.full((rows, self.mean_columns), log(posterior_std)))
+            columns.append(torch.full((rows, self.location_columns), log(posterior_std)))
         # the rows of all modes, one below the other; row i of mode d is row offset_d + i
         self.Z = nn.Parameter(torch.cat(columns, 1))
         self.register_buffer("offsets", torch.tensor([[0, *accumulate(self.shape)][:-1]]), persistent=False)
@@ -146,7 +146,7 @@ class FactorTable(nn.Module):
         values = embedding(rows, self.Z.flatten(0, -2))
         z, deviation, log_degrees = values[..., : self.rank], None, None
         if self.variational:
-            std = values[..., self.mean_columns : self.mean_columns + self.rank].exp()
+            std = values[..., self.location_columns : self.location_columns + self.rank].exp()
             deviation = std * (0.0 if noise is None else noise)
             z = z + deviation
         mean, variance = 0.0 if self.constant is None else self.constant, 0.0
@@ -223,12 +223,12 @@ class FactorTable(nn.Module):
         """Of minus `log_prior`, in rows of Z."""
         if not self.variational:
             return values
-        mean, log_std = values.tensor_split([self.mean_columns], -1)
+        mean, log_std = values.tensor_split([self.location_columns], -1)
         return torch.cat([mean, (2 * log_std).exp() - 1], -1)
 
     def log_prior(self) -> Float[Tensor, "..."]:
         """log p of the point estimates, or -KL(q | p) of the posterior."""
-        mean, log_std = self.Z.tensor_split([self.mean_columns], -1)
+        mean, log_std = self.Z.tensor_split([self.location_columns], -1)
         if not self.variational:
             return -0.5 * (mean.square() + log(2 * pi)).sum((-2, -1))
         return -0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std).sum((-2, -1))

@@ -10,15 +10,16 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from ented.adam import RowAdam
-from ented.datamodule import generator
+from ented.datamodule import NOISE, generator
 from ented.distributed import all_reduce
+from ented.errors import InputError
 from ented.factors import FactorTable
 from ented.kernels import RBF
 from ented.lightning import Batch, CompletionModule
 from ented.likelihoods import PolyaGamma
 from ented.model import ENTED, FactorProcess, mixture
 from ented.predictive import Predictive
-from ented.tensor import InputError, TrainingEntries
+from ented.tensor import TrainingEntries
 
 log = logging.getLogger("ented")
 
@@ -257,7 +258,7 @@ class ENTEDModule(GaussianProcessModule):
         super().on_train_epoch_start()
         self.log_prob_sum.zero_()
         self.rho_now.fill_(self.rho * self.anneal(self.current_epoch, self.trainer.max_epochs))
-        self.random = generator(self.trainer.datamodule.seed, self.current_epoch, 4)
+        self.random = generator(self.trainer.datamodule.seed, self.current_epoch, NOISE)
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's bound and plug-in NLL.

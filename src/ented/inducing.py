@@ -42,8 +42,8 @@ class Features:
         return (self.diagonal - self.phi.square().sum(-1)).clamp_min(0)
 
 
-class InducingBlocks(nn.Module):
-    """Inducing inputs X = [X_1; ...; X_b], one block of rows for each orthogonal process.
+class InducingInputs(nn.Module):
+    """Inducing inputs X = [X_1; ...; X_b], the blocks one below the other, and the features that they make.
 
     Parameters
     ----------

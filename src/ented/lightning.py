@@ -5,9 +5,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ented.errors import InputError
 from ented.metrics import CompletionMetrics
 from ented.predictive import Predictive
-from ented.tensor import COOTensor, InputError, TrainingEntries
+from ented.tensor import COOTensor, TrainingEntries
 
 Batch = tuple[Int[Tensor, "S D"], Float[Tensor, "S"]]
 

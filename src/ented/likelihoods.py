@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 from torch.quasirandom import SobolEngine
 
+from ented.errors import InputError
 from ented.quadrature import gauss_hermite, log_expectation, normal_grid
-from ented.tensor import InputError
 
 LARGEST_ZETA = 1e4  # from there on it is all but a Poisson distribution, and predictions would need many nodes
 NODES = 12  # of the Gauss-Hermite rules of training
@@ -277,16 +277,17 @@ class NegativeBinomial(PolyaGamma):
         """
         y, zeta = x - self.smallest, self.zeta
         digammas = (torch.digamma(y.double() + zeta.double()) - torch.digamma(zeta.double())).to(x.dtype)
-        # p(f | x) is near N(mean + sd centre, sd^2 shrink): as a function of f, p(x | f) has its mode at log(y / zeta)
-        # and there the curvature -1 / (1 / y + 1 / zeta)
+        # The expectation is a sum over nodes of N(centre, shrink) in u = (f - mean) / sd, which is near p(u | x):
+        # p(x | f) has its mode at f = log(y / zeta), and there the curvature -1 / (1 / y + 1 / zeta). A node weighs
+        # v p(x | f) N(u; 0, 1) / N(u; centre, shrink) by the sum of these, where v is its weight in the rule.
         sd, count = variance.sqrt(), y + 0.5  # a mode for y = 0 too
         precision = 1 / (1 / count + 1 / zeta)
         shrink = 1 / (1 + variance * precision)
         centre = sd * precision * ((count / zeta).log() - mean) * shrink
-        u = centre[..., None] + shrink.sqrt()[..., None] * self.nodes[..., None, :]  # (f - mean) / sd
+        u = centre[..., None] + shrink.sqrt()[..., None] * self.nodes[..., None, :]
         f, y, zeta = mean[..., None] + sd[..., None] * u, y[..., None], zeta[..., None]
-        log_ratio = (self.nodes.square() / 2 + self.weights.log())[..., None, :] - u.square() / 2  # of N(f) to its rule
-        posterior = torch.softmax(y * f - (y + zeta) * softplus(f) + log_ratio, -1)
+        log_rule = (self.weights.log() + self.nodes.square() / 2)[..., None, :]  # v / N(u; centre, shrink)
+        posterior = torch.softmax(y * f - (y + zeta) * softplus(f) - u.square() / 2 + log_rule, -1)
         at_nodes = zeta * (digammas[..., None] - softplus(f) + torch.sigmoid(f)) - y * torch.sigmoid(-f)
         return (posterior * at_nodes).sum(-1)
 
@@ -342,7 +343,7 @@ class NegativeBinomial(PolyaGamma):
         return log(max((values - self.smallest).sum().item(), 0.5) / (len(values) * self.known().zeta))
 
 
-def poisson_quantile(q: Float[np.ndarray, "#n S"], rate: Float[np.ndarray, "n S"]) -> Float[np.ndarray, "n S"]:
+def poisson_quantile(q: Float[np.ndarray, "n #S"], rate: Float[np.ndarray, "n S"]) -> Float[np.ndarray, "n S"]:
     """The smallest count k with P(x <= k) >= q, of a Poisson distribution.
 
     The Cornish-Fisher expansion is within a few counts of it, from where steps of one lead there. SciPy's pdtrik, which

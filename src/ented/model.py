@@ -28,12 +28,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ented.distributed import all_reduce
+from ented.errors import InputError
 from ented.factors import FactorTable
-from ented.inducing import Features, InducingBlocks
+from ented.inducing import Features, InducingInputs
 from ented.kernels import RBF
 from ented.likelihoods import PolyaGamma
 from ented.predictive import LatentMixture
-from ented.tensor import InputError
 from ented.variational import GaussianBlocks
 
 DRAWS = 32  # of factors that have a posterior, for a prediction
@@ -61,7 +61,7 @@ class FactorProcess(nn.Module):
             raise InputError(f"inducing={inducing}: it must be at least 1")
         self.table = table
         self.kernel = kernel or RBF()
-        self.inducing = InducingBlocks(inducing, len(table.shape) * table.rank, table.init_std, jitter)
+        self.inducing = InducingInputs(inducing, len(table.shape) * table.rank, table.init_std, jitter)
         # not 0 once a factorisation has failed; read once an epoch, so that no step waits for the device
         self.register_buffer("failures", torch.zeros((), dtype=torch.long), persistent=False)
 
@@ -76,6 +76,14 @@ class FactorProcess(nn.Module):
         draw = self.table.draw(indices, noise, new)
         return replace(self.inducing(self.kernel, draw.z), draw=draw)
 
+    def check_factorisation(self, features: Features) -> None:
+        """Raise InputError where that of k(X, X) failed, for a prediction: here the host waits for the device."""
+        if features.info.any():
+            raise InputError(
+                "a Cholesky factorisation failed in a prediction: train with a lower lr=, a higher model.jitter (now "
+                f"{self.inducing.jitter:g}) or dtype=float64"
+            )
+
     @torch.no_grad()
     def backward(
         self,
@@ -86,8 +94,10 @@ class FactorProcess(nn.Module):
         variance_bar: Float[Tensor, "... S"] | None = None,
         others: dict[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        """Set all gradients: of a loss with these derivatives in Phi and in mean and variance of f, less log p(Z).
+        """Set all gradients, of a loss less log p(Z).
 
+        `phi_bar` is its derivative in Phi, with all that reaches Phi through f; `mean_bar` and `variance_bar`, those in
+        the mean and the variance of f, serve the parts of these that are beside Phi: o, the effects' variance and k_nn.
         `scale` is what one entry of the batch stands for, see `FactorTable.gradients`; `others` are derivatives in
         parameters that are not part of the prior of f.
         """
@@ -155,9 +165,9 @@ class ENTED(FactorProcess):
             mean, variance = mean + self.prior_mean(features), variance + features.draw.variance
         return mean, variance, D_phi
 
-    def prior_mean(self, features: Features) -> Float[Tensor, "... S"]:
+    def prior_mean(self, features: Features) -> Float[Tensor, "... #S"]:
         """o at each entry, and the likelihood's offset."""
-        return features.draw.mean + self.likelihood.offset
+        return features.draw.prior_mean + self.likelihood.offset
 
     def predictive(self, indices: Int[Tensor, "S D"]) -> LatentMixture:
         """Predictive distribution of the entries at `indices`."""
@@ -168,8 +178,11 @@ class ENTED(FactorProcess):
         """Mean and variance of f at `indices`, over u and draws of Z, of each component of a mixture, in float64."""
         if self.is_mixture:
             indices = indices.unsqueeze(-3)
-        draws = self.table.prediction_noise(DRAWS)
-        moments = [self.moments(self.features(indices, noise, new=True))[:2] for noise in draws]
+        moments = []
+        for noise in self.table.prediction_noise(DRAWS):
+            features = self.features(indices, noise, new=True)
+            moments.append(self.moments(features)[:2])
+        self.check_factorisation(features)  # the same for all draws
         means, variances = map(torch.stack, zip(*moments, strict=True))
         mean, variance = means.mean(0), variances.mean(0) + means.var(0, correction=0)
         if not self.is_mixture:
@@ -236,12 +249,12 @@ class ENTED(FactorProcess):
         """Update the sites, q(omega) among them; then move q(u), every block by a natural gradient step of size rho."""
         phi = features.phi
         mean, variance, _ = self.moments(features)
-        theta, target = self.likelihood.sites(values, mean, variance)
-        gram = phi.mT @ ((scale * theta)[..., None] * phi)
+        theta, t = self.likelihood.sites(values, mean, variance)
         if self.has_mean:
-            target = target - theta * self.prior_mean(features)  # what is left for u
-        linear = (phi.mT @ (scale * target)[..., None]).squeeze(-1)
-        info = self.q.natural_gradient_step(*all_reduce(gram, linear), rho)
+            t = t - theta * self.prior_mean(features)  # what is left for u
+        G = phi.mT @ ((scale * theta)[..., None] * phi)
+        r = (phi.mT @ (scale * t)[..., None]).squeeze(-1)
+        info = self.q.natural_gradient_step(*all_reduce(G, r), rho)
         self.failures += info.sum(-1) + features.info
 
     @torch.no_grad()
@@ -261,8 +274,8 @@ class ENTED(FactorProcess):
             phi_in:         scale ((theta_n mu_n - t_n) m_i + theta_n D_i phi_in).
         """
         mean, variance, D_phi = self.moments(features)
-        theta, target = self.likelihood.sites(values, mean, variance)
-        mean_bar, variance_bar = scale * (theta * mean - target), scale * theta / 2
+        theta, t = self.likelihood.sites(values, mean, variance)
+        mean_bar, variance_bar = scale * (theta * mean - t), scale * theta / 2
         phi_bar = D_phi.mul_((scale * theta)[..., None])
         phi_bar.addcmul_(mean_bar[..., None], self.q.mean.flatten(-2)[..., None, :])
         others = {}

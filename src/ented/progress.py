@@ -7,6 +7,8 @@ from tqdm import tqdm
 class Progress(L.Callback):
     """One bar for a fit, with the bound and the metrics of the last finished epoch. Only a terminal shows it."""
 
+    bar: tqdm | None = None  # until the first epoch: what goes wrong before has none to close
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.bar = tqdm(
             total=trainer.max_epochs, initial=trainer.current_epoch, unit="epoch", leave=False, disable=None
@@ -20,4 +22,5 @@ class Progress(L.Callback):
         self.bar.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()

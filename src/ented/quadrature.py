@@ -16,7 +16,7 @@ def gauss_hermite(nodes: int) -> tuple[Float[Tensor, "G"], Float[Tensor, "G"]]:
     return tuple(torch.tensor(rule).to(torch.get_default_dtype()) for rule in (z, weights / weights.sum()))
 
 
-def normal_grid(variance: Float[Tensor, "S"], width: float) -> tuple[Float[Tensor, "G"], Float[Tensor, "G"]]:
+def normal_grid(variance: Float[Tensor, "..."], width: float) -> tuple[Float[Tensor, "G"], Float[Tensor, "G"]]:
     """Nodes and log weights of the trapezoid rule for E[g(mean + sd z)], z standard normal.
 
     Where g has no finer detail than `width`, the integrand has none finer than h = (1 + sd^2 / width^2)^-1/2 in z, the
@@ -29,8 +29,8 @@ def normal_grid(variance: Float[Tensor, "S"], width: float) -> tuple[Float[Tenso
 
 
 def log_expectation(
-    log_function, mean: Float[Tensor, "S"], variance: Float[Tensor, "S"], width: float
-) -> Float[Tensor, "S"]:
+    log_function, mean: Float[Tensor, "... S"], variance: Float[Tensor, "... S"], width: float
+) -> Float[Tensor, "... S"]:
     """log E[exp(log_function(f))] for f ~ N(mean, variance), without leaving the log domain; `width` as above."""
     total = torch.full_like(mean, -torch.inf)
     for nodes, log_weights in zip(*(rule.split(NODES) for rule in normal_grid(variance, width)), strict=True):

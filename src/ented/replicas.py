@@ -15,12 +15,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ented.adam import ReplicaAdam
-from ented.datamodule import COODataModule, generator
+from ented.datamodule import NOISE, COODataModule, generator
+from ented.errors import InputError
 from ented.gaussian_process import ENTEDModule, check_numbers, warn_of_many_points
 from ented.model import stack
 from ented.predictive import LatentMixture
 from ented.recorder import History
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 ReplicaBatch = tuple[Int[Tensor, "B S D"], Float[Tensor, "B S"], Float[Tensor, "B S"]]
 
@@ -123,7 +124,7 @@ class ReplicasModule(L.LightningModule):
         self.replicas, self.histories = replicas, data.histories
         for module, of_replica in zip(replicas, data.replicas, strict=True):
             module.start(of_replica.train)
-        # no tensor, so that it cannot differ
+        # `stack` keeps what is no tensor of the first only
         if len({getattr(module.model.likelihood, "smallest", None) for module in replicas}) > 1:
             raise InputError(
                 "replicas=folds: likelihood.smallest=auto finds 0 in some of the runs and 1 in others: "
@@ -153,7 +154,7 @@ class ReplicasModule(L.LightningModule):
         self.bound_sum.zero_()
         self.log_prob_sum.zero_()
         epoch, replicas = self.current_epoch, self.trainer.datamodule.replicas
-        self.random = [generator(replica.seed, epoch, 4) for replica in replicas]
+        self.random = [generator(replica.seed, epoch, NOISE) for replica in replicas]
         pairs = list(zip(self.replicas, self.histories, strict=True))
         (group,) = self.optimizers().param_groups
         group["lr"] = self.lr * self.lr.new_tensor([module.decay(epoch, history.epochs) for module, history in pairs])

@@ -32,7 +32,8 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ented.distributed import is_first
-from ented.tensor import InputError, Layout
+from ented.errors import InputError
+from ented.tensor import Layout
 
 log = logging.getLogger("ented")
 
@@ -41,15 +42,12 @@ WITHOUT_EFFECT = {"runs_dir", "data_dir", "force", "checkpoint_seconds", "compil
 WITHOUT_EFFECT |= {"logger", "trainer", "callbacks", "methods", "launcher", "jobs"}
 # settings at the top that a model takes, if it has one of the same name; that one counts
 TAKEN_BY_MODEL = {"rank", "lr", "rho", "inducing", "missing", "compile"}
-IMMATERIAL = WITHOUT_EFFECT | TAKEN_BY_MODEL | {"training_entries", "smallest_entry"}
+IMMATERIAL = WITHOUT_EFFECT | TAKEN_BY_MODEL | {"training_entries", "smallest_entry", "version"}
 # a method's training settings count at the top, where they can be overridden, those of protocol.ented in its model
-IMMATERIAL_BELOW = (
-    "dataset.source.data_dir",
-    "dataset.source.workers",
-    "model.training.",
-    "model.compile",
-    "protocol.ented.",
-)
+IMMATERIAL_BELOW = ("model.training.", "model.compile", "protocol.ented.", "dataset.source.data_dir")
+# a dataset's settings count where the top, the likelihood or an experiment has taken them
+IMMATERIAL_BELOW += ("dataset.source.workers", "dataset.paper", "dataset.holdout", "dataset.zeta")
+IMMATERIAL_BELOW += ("dataset.seeds", "dataset.replicas")
 
 CONTENT = "content_of_files"  # in config.yaml, beside the settings: `Dataset.content`
 FILES = "dataset.source.file", "dataset.source.test"  # whose names do not matter where the content is known
@@ -92,12 +90,10 @@ class RunFolder:
         """
         if not self.path.exists():
             return None
-        ours = material(self.config)
-        try:
-            config = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-            theirs = material(config)
-        except (OSError, yaml.YAMLError, AttributeError):
+        config = self._saved_config()
+        if config is None:
             return "no readable config.yaml"
+        ours, theirs = material(self.config), material(config)
         if ours.pop(CONTENT, None) != theirs.pop(CONTENT, None):
             return "another content of its files"
         for key in ["protocol.name", *sorted(ours.keys() | theirs.keys())]:
@@ -105,6 +101,13 @@ class RunFolder:
                 return f"{key}={theirs.get(key)}, asked for is {key}={ours.get(key)}"
         others = fingerprint and config.get("training_entries", fingerprint) != fingerprint
         return "other training entries" if others else None
+
+    def _saved_config(self) -> dict | None:
+        try:
+            config = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError):
+            return None
+        return config if isinstance(config, dict) else None
 
     @property
     def metrics(self) -> dict | None:
@@ -163,19 +166,25 @@ class RunFolder:
             self._lines.setTarget(None)
             file.close()
 
-    def clear(self) -> None:
-        """Remove what the folder holds; its result first, so that a kill leaves no finished run with a part of it."""
+    def disown(self) -> None:
+        """Make what the folder holds neither a finished run nor one to go on with, whatever a kill leaves of it."""
         with self._writing():
-            (self.path / "metrics.json").unlink(missing_ok=True)
-            shutil.rmtree(self.path, ignore_errors=True)
+            for name in ("metrics.json", "config.yaml"):
+                (self.path / name).unlink(missing_ok=True)
             summary_file(self.config).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove what the folder holds."""
+        self.disown()
+        with self._writing(), suppress(FileNotFoundError):
+            shutil.rmtree(self.path)
 
     def open(self, fingerprint: str, smallest: float, layout: Layout) -> dict | None:
         """Make the folder, or go on in the one that an earlier start with the same settings and entries left.
 
         What another start left there is removed. config.yaml tells of the training entries their fingerprint and their
-        smallest value, modes.json of the tensor's layout. Returns the metrics where another command has finished the
-        run since they were asked for.
+        smallest value, and of the code the version that began; modes.json tells of the tensor's layout. Returns the
+        metrics where another command has finished the run since they were asked for.
 
         Raises
         ------
@@ -187,9 +196,12 @@ class RunFolder:
         if difference := self.difference(fingerprint):
             log.warning("an unfinished run with %s, is started afresh", difference)
             self.clear()
+        begun_by = (self._saved_config() or {}).get("version", VERSION)
+        if begun_by != VERSION:
+            log.warning("begun by version %s of the code, goes on with %s", begun_by, VERSION)
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            config = self.config | {"training_entries": fingerprint, "smallest_entry": smallest}
+            config = self.config | {"training_entries": fingerprint, "smallest_entry": smallest, "version": begun_by}
             write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
             write(self.path / "modes.json", json.dumps(layout._asdict(), indent=1, ensure_ascii=False) + "\n")
             file = logging.FileHandler(self.path / "train.log", encoding="utf-8")
@@ -265,10 +277,9 @@ def needs(folder: Path, *names: str) -> None:
 
 def clear(folders: list[RunFolder]) -> None:
     """Remove what the folders hold, if no other command has one of them."""
-    for folder in folders:
-        folder.lock()
-    for folder in folders:
-        folder.clear()
+    for step in (RunFolder.lock, RunFolder.disown, RunFolder.clear):
+        for folder in folders:
+            step(folder)
 
 
 def model_folder(config: dict) -> Path:
@@ -298,7 +309,8 @@ def write_summary(config: dict, results: list[dict]) -> dict[str, dict[str, floa
     }
     about = {key: results[0][key] for key in ("dataset", "model", "rank", "seed", "protocol")}
     summary = about | {"folds": [result["fold"] for result in results], "metrics": metrics}
-    write(summary_file(config), json.dumps(summary, indent=2) + "\n")
+    with suppress(FileNotFoundError):  # another cell has moved the same to its place: all ranks of main_effects are one
+        write(summary_file(config), json.dumps(summary, indent=2) + "\n")
     return metrics
 
 

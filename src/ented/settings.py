@@ -5,9 +5,9 @@ import shutil
 
 import torch
 
+from ented.errors import InputError
 from ented.likelihoods import LARGEST_ZETA
 from ented.runs import TAKEN_BY_MODEL, flat
-from ented.tensor import InputError
 
 
 def whole(value) -> bool:

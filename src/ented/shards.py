@@ -23,8 +23,17 @@ from jaxtyping import Float, Int64, Num
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ented.datamodule import EVALUATION_BATCH, COODataModule, EpochBatches, generator
-from ented.tensor import COOTensor, InputError, degrees
+from ented.datamodule import (
+    BUFFERS,
+    EVALUATION_BATCH,
+    PARTS_OF_BLOCKS,
+    SAMPLE,
+    COODataModule,
+    EpochBatches,
+    generator,
+)
+from ented.errors import InputError
+from ented.tensor import COOTensor, degrees
 
 BLOCK = 2**16
 BUFFER = 2**20  # entries that are shuffled at once, or a block if that has more
@@ -202,7 +211,7 @@ class Shards:
 
     def sample(self) -> COOTensor:
         """At most `BUFFER` entries, from blocks drawn at random; all if there are not more. Always the same."""
-        return self._tensor(torch.randperm(len(self.blocks), generator=generator(0, 0, 3)).tolist(), BUFFER)
+        return self._tensor(torch.randperm(len(self.blocks), generator=generator(0, 0, SAMPLE)).tolist(), BUFFER)
 
     def _tensor(self, order: Iterable[int], entries: int) -> COOTensor:
         indices, values = zip(*self.read(order, 0, entries), strict=True)
@@ -214,7 +223,7 @@ class Shards:
         drawn = [size * end // len(self) - size * start // len(self) for start, end in pairwise(ends)]
         rest, held_out = [], []
         for number, (block, count) in enumerate(zip(self.blocks, drawn, strict=True)):
-            seeds = (seed, 0, 2, number)
+            seeds = (seed, 0, PARTS_OF_BLOCKS, number)
             rest.append(Part(block, count, len(block), seeds))
             held_out.append(Part(block, 0, count, seeds))
         return Shards(rest, self.shape), Shards(held_out, self.shape)
@@ -257,7 +266,7 @@ class Lane(IterableDataset):
         sizes = deque(sizes.tolist())
         seeds = self.batches.seed, self.batches.epoch
         order = torch.randperm(len(self.shards.blocks), generator=generator(*seeds)).tolist()
-        random = generator(*seeds, 1, number)
+        random = generator(*seeds, BUFFERS, number)
         buffer, held = [], 0
         end = torch.empty(0, len(self.shards.shape), dtype=torch.int64), torch.empty(0)
         for piece in chain(self.shards.read(order, start, stop), [end]):

@@ -9,12 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int64, Num
 from torch import Tensor
 
+from ented.errors import InputError
+
 # Stored counts may carry rounding noise: the zeros of the JHU files are 8.9e-16.
 ROUNDING = 1e-6
-
-
-class InputError(ValueError):
-    """A user's mistake. The message is one line that says what is wrong, where, and what to do."""
 
 
 class Layout(NamedTuple):

@@ -41,7 +41,7 @@ class GaussianBlocks(nn.Module):
 
     @torch.no_grad()
     def natural_gradient_step(
-        self, gram: Float[Tensor, "... P P"], linear: Float[Tensor, "... P"], rho: float | Float[Tensor, "..."]
+        self, G: Float[Tensor, "... P P"], r: Float[Tensor, "... P"], rho: float | Float[Tensor, "..."]
     ) -> Int[Tensor, "... b"]:
         """Move every block by step size rho in [0, 1]; rho = 1 is exact coordinate ascent, 0 moves nothing.
 
@@ -54,9 +54,9 @@ class GaussianBlocks(nn.Module):
         Returns the info flag of each block's Cholesky factorisation, non-zero where it failed.
         """
         blocks, size = self.mean.shape[-2:]
-        G = gram.unflatten(-1, (blocks, size)).unflatten(-3, (blocks, size))  # (..., b, p, b, p)
+        G = G.unflatten(-1, (blocks, size)).unflatten(-3, (blocks, size))  # (..., b, p, b, p)
         own = G.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # G_ii, (..., b, p, p)
-        r = linear.unflatten(-1, (blocks, size))
+        r = r.unflatten(-1, (blocks, size))
         rho = torch.as_tensor(rho, dtype=G.dtype, device=G.device)[..., None]
         # every Lambda_i first: theta is fixed, so they do not depend on each other
         self.precision.lerp_(own, rho[..., None, None]).diagonal(dim1=-2, dim2=-1).add_(rho[..., None])
@@ -66,11 +66,11 @@ class GaussianBlocks(nn.Module):
         L_inverse = torch.linalg.solve_triangular(L, identity, upper=False)
         torch.matmul(L_inverse.mT, L_inverse, out=self.covariance)
         for i in range(blocks):
-            target = r[..., i, :, None]
+            r_i = r[..., i, :, None]
             for j in range(blocks):
                 if j != i:
-                    target = target - G[..., i, :, j, :] @ self.mean[..., j, :, None]
-            self.eta[..., i, :].lerp_(target.squeeze(-1), rho)
+                    r_i = r_i - G[..., i, :, j, :] @ self.mean[..., j, :, None]
+            self.eta[..., i, :].lerp_(r_i.squeeze(-1), rho)
             m_i = self.covariance[..., i, :, :] @ self.eta[..., i, :, None]
             self.mean[..., i, :].copy_(m_i.squeeze(-1))
         return info

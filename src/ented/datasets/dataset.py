@@ -13,8 +13,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ented.datamodule import COODataModule
+from ented.errors import InputError
 from ented.predictive import COLUMNS
-from ented.tensor import COOTensor, InputError, Layout, TrainingEntries
+from ented.tensor import COOTensor, Layout, TrainingEntries
 
 log = logging.getLogger("ented")
 
@@ -54,6 +55,8 @@ class Dataset(ABC):
         For each mode, what its indices stand for, where that is known.
     content : str or None
         Text that differs where the content of its files does, for a source that has read them.
+    streamed : bool
+        Whether the training entries stay in their files, as `TrainingEntries` that are no `COOTensor`.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Dataset(ABC):
     folds: int
     labels: Mapping[str, list[str]] = MappingProxyType({})
     content: str | None = None
+    streamed = False
 
     def describe(self, name: str, shape: Sequence[int], modes: Sequence[str], kind: str, folds: int) -> None:
         """Set the attributes, for a source whose user names them.

@@ -11,7 +11,8 @@ from scipy.io import loadmat
 
 from ented.datasets.dataset import Dataset
 from ented.datasets.source import fetch
-from ented.tensor import COOTensor, InputError
+from ented.errors import InputError
+from ented.tensor import COOTensor
 
 log = logging.getLogger("ented")
 

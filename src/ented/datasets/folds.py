@@ -7,7 +7,8 @@ import numpy as np
 
 from ented.datasets.dataset import Dataset
 from ented.datasets.source import fetch
-from ented.tensor import COOTensor, InputError
+from ented.errors import InputError
+from ented.tensor import COOTensor
 
 
 class NpzFolds(Dataset):

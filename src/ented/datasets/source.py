@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pooch
 
-from ented.tensor import InputError
+from ented.errors import InputError
 
 log = logging.getLogger("ented")
 pooch.get_logger().setLevel(logging.WARNING)  # `fetch` logs the download itself, in one line

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 from ented.datasets.dataset import Dataset
+from ented.errors import InputError
 from ented.shards import Shards, StreamDataModule
-from ented.tensor import COOTensor, InputError
+from ented.tensor import COOTensor
 
 
 class Stream(Dataset):
@@ -34,6 +35,8 @@ class Stream(Dataset):
     InputError
         If the description is inconsistent.
     """
+
+    streamed = True
 
     def __init__(
         self,

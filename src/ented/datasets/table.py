@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float64, Int64
 
 from ented.datasets.dataset import Dataset, check_names, shuffled
-from ented.tensor import COOTensor, InputError
+from ented.errors import InputError
+from ented.tensor import COOTensor
 
 log = logging.getLogger("ented")
 

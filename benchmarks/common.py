@@ -7,11 +7,13 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 from ented.adam import RowAdam
 from ented.model import ENTED
+from ented.runs import write
 from ented.tensor import COOTensor
 
 SHAPE, RANK, ENTRIES = (203, 203, 200), 3, 6_206  # Enron's
@@ -100,10 +102,7 @@ class Table:
         print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         self.rows[self._key(row)] = {name: str(value) for name, value in (row | self.versions).items()}
         if self.path:
-            with self.path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, [*row, *self.versions], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(self.rows.values())
+            write(self.path, pd.DataFrame(self.rows.values()).to_csv(index=False))
 
     def wide(self, column: str, value: str) -> str:
         """A Markdown table of one value, with a column for each of the values of `column`."""

@@ -66,6 +66,7 @@ class Run:
 
     def __init__(self, cfg: DictConfig, config: dict, dataset: Dataset, command: str):
         self.cfg, self.config, self.dataset, self.command = cfg, config, dataset, command
+        self.fold, self.seed = config["fold"], config["seed"]
         self.folder = RunFolder(config)
         self.holdout = self.folder.path / "holdout"
         self.rates: list[float] = list(cfg.lr) if several(cfg.lr) else [cfg.lr]
@@ -107,21 +108,23 @@ class Run:
         if self.train:
             return
         self.check_method()
-        cfg, dataset, fold = self.cfg, self.dataset, self.config["fold"]
-        self.train, self.test = dataset.load(fold)
+        cfg, dataset = self.cfg, self.dataset
+        self.train, self.test = dataset.load(self.fold)
         self.smallest = self.train.range[0]
         if cfg.protocol.name == "validation":
-            parts = COODataModule(self.train, self.test, "all", self.config["seed"], cfg.protocol.held_out)
+            parts = COODataModule(self.train, self.test, "all", self.seed, cfg.protocol.held_out)
             self.train, self.test = parts.train, parts.validation
         self.batch_size, self.epochs = sizes_of(cfg, len(self.train))
         self.likelihood = new_likelihood(cfg, self.smallest)
         self.likelihood.check(torch.tensor([*self.train.range, *self.test.range]))
         sizes = len(self.train), len(self.test)
-        log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, fold, *sizes)
+        log.info("%s, fold %d: %d training entries, %d test entries", dataset.name, self.fold, *sizes)
         self.tell_of_rows_and_zeros()
-        if (dataset.kind, self.likelihood.kind) == ("binary", "count"):
+        if dataset.kind != self.likelihood.kind:
+            other = {"binary": "bernoulli", "count": "negative_binomial"}[dataset.kind]
             raise InputError(
-                f"dataset={cfg.dataset.name} is binary: use likelihood=bernoulli, or set its kind to count"
+                f"dataset={cfg.dataset.name} is of kind {dataset.kind}: use likelihood={other}, or set "
+                f"dataset.source.kind={self.likelihood.kind}"
             )
         self.module(self.rates[0])  # which raises what is wrong with its settings
         part = self.data(cfg.protocol.held_out if searches_first(cfg) else 0)
@@ -145,12 +148,12 @@ class Run:
 
     def data(self, held_out: float) -> COODataModule:
         """The entries, of which a share is held out from training."""
-        seed, dtype = self.config["seed"], getattr(torch, self.cfg.dtype)
-        return self.dataset.data_module(self.train, self.test, self.batch_size, seed, held_out, dtype)
+        dtype = getattr(torch, self.cfg.dtype)
+        return self.dataset.data_module(self.train, self.test, self.batch_size, self.seed, held_out, dtype)
 
     def module(self, lr: float) -> CompletionModule:
         """A new module, always with the same initial values."""
-        L.seed_everything(self.config["seed"], verbose=False)
+        L.seed_everything(self.seed, verbose=False)
         return new_module(self.cfg, self.dataset.shape, self.smallest, lr)
 
     def searches(self) -> list[Fit]:
@@ -215,7 +218,7 @@ class Run:
 
     @property
     def about(self) -> str:
-        return f"fold {self.config['fold']}  seed {self.config['seed']}"
+        return f"fold {self.fold}  seed {self.seed}"
 
     def line(self) -> str:
         """The result in one line."""
@@ -309,7 +312,7 @@ def train_fits(cfg: DictConfig, logged: list[Run], fits: list[Fit], folder: Path
 
 def replicas_folder(runs: list[Run]) -> Path:
     """Where the state of just these replicas is kept, while they are trained."""
-    return runs[0].folder.path / f"replicas-{digest([(run.config['fold'], run.config['seed']) for run in runs])}"
+    return runs[0].folder.path / f"replicas-{digest([(run.fold, run.seed) for run in runs])}"
 
 
 def replicas_state(runs: list[Run]) -> Path:

@@ -24,7 +24,7 @@ def new_likelihood(cfg: DictConfig, smallest: float) -> PolyaGamma:
 
 def new_module(cfg: DictConfig, shape: tuple[int, ...], smallest: float, lr: float) -> CompletionModule:
     """A module with random initial values, for a tensor of this shape whose smallest entry is this."""
-    settings = {key: value for key, value in cfg.model.items() if key not in ("name", "training")}
+    settings = {key: value for key, value in cfg.model.items() if key not in ("name", "training", "likelihood")}
     settings |= {"lr": lr} if "lr" in settings else {}
     with parameters_in(getattr(torch, cfg.dtype)):
         return instantiate(settings, shape=shape, likelihood=new_likelihood(cfg, smallest))
@@ -59,8 +59,9 @@ def load(folder: Path) -> tuple[CompletionModule, Layout]:
     try:
         checkpoint = torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)
         module.load_state_dict(checkpoint["state_dict"])
-    except Exception as error:  # torch, zipfile and pickle raise many kinds
+    except Exception as error:  # torch, zipfile and pickle raise many kinds, some with long texts
         raise InputError(
-            f"{folder / 'last.ckpt'} cannot be read ({error!r}): run its command again with force=true"
+            f"{folder / 'last.ckpt'} is damaged or of an older version ({type(error).__name__}): run its command again "
+            "with force=true"
         ) from None
     return module.eval(), layout

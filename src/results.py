@@ -19,8 +19,8 @@ def collect(source: Path) -> pd.DataFrame:
         return of_table(source)
     rows, folders, contents = [], {}, {}
     for file in sorted(source.rglob("metrics.json")):
+        run = read_json(file)
         try:
-            run = read_json(file)
             cell = {key: run[key] for key in ABOUT}
             spent = {"epochs": run["epochs"], "seconds": run["train_seconds"]}
             made = {"command": run["command"], "version": run["version"]}

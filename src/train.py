@@ -98,7 +98,7 @@ def train(cfg: DictConfig) -> None:
         shutil.rmtree(replicas_folder(runs), ignore_errors=True)
     if cfg.fold == "all":
         for seed in seeds:
-            summarise(cfg, [run for run in runs if run.config["seed"] == seed])
+            summarise(cfg, [run for run in runs if run.seed == seed])
 
 
 def do_missing(cfg: DictConfig, runs: list[Run]) -> None:
@@ -172,6 +172,9 @@ def check_together(cfg: DictConfig) -> None:
         # Hydra's way to add a setting; nothing would read it, but for another callback
         if override.startswith("+") and not override.lstrip("+").startswith("callbacks."):
             raise InputError(f"{override}: there is no such setting; those that there are stand in conf/")
+    launcher = HydraConfig.get().runtime.choices.get("launcher")
+    if launcher != "serial" and HydraConfig.get().mode == RunMode.RUN:
+        raise InputError(f"launcher={launcher} is for a grid: put -m before the settings")
     variant = HydraConfig.get().runtime.choices.get("variant")
     if variant and cfg.model.name != "ented":
         raise InputError(f"variant={variant} is one of model=ented, not of {cfg.model.name}")
@@ -246,7 +249,7 @@ def summarise(cfg: DictConfig, runs: list[Run]) -> None:
             f"{name} –" if of_folds["mean"] is None else f"{name} {of_folds['mean']:.4f} ± {of_folds['std']:.4f}"
             for name, of_folds in summary.items()
         )
-        log.info("%s  seed %d  %d folds  %s", title(cfg), runs[0].config["seed"], len(runs), metrics)
+        log.info("%s  seed %d  %d folds  %s", title(cfg), runs[0].seed, len(runs), metrics)
 
 
 def command(config: dict) -> str:
@@ -269,10 +272,15 @@ def reason(error: BaseException) -> str:
     if missing := re.search(r"Missing mandatory value: (\S+)", str(error)):
         return f"{missing[1]} has no default: give {missing[1]}= on the command line"
     if unknown := re.match(r"Could not override '(.+)'", str(error)):
-        return f"{unknown[1]}: there is no such setting; those that there are stand in conf/"
+        of_one = "some of them for one dataset=, model= or launcher= only"
+        return f"{unknown[1]}: there is no such setting; those that there are stand in conf/, {of_one}"
+    if several := re.match(r"Ambiguous value for argument '(.+?)'", str(error)):
+        return f"{several[1]} is a list of cells, for a grid: put -m before the settings"
     if isinstance(error, OverrideParseException):
-        example = "'key=\"my table.csv\"'"
-        return f"cannot read {error.override}: quote the value if it holds spaces, = or other signs, as in {example}"
+        if "=" not in error.override:
+            return f"cannot read {error.override}: a setting is name=value"
+        examples = "'key=\"my table.csv\"' or 'key=[\"my shop\",item]'"
+        return f"cannot read {error.override}: quote a value that holds spaces, = or other signs, as in {examples}"
     mistake: BaseException | None = error
     while mistake is not None and not isinstance(mistake, InputError):
         mistake = mistake.__cause__  # Hydra wraps what an object that it makes raises

@@ -53,6 +53,32 @@ def centred_log(degrees, i, s2) -> float:
     return (1 - s2) * log(max(1, rows.count(i))) + s2 * log(1 + rows.count(i)) - centre
 
 
+@pytest.mark.parametrize("leading", [(), (2,)])
+@means
+@stds
+def test_new_rows_are_those_that_have_no_entry_and_the_priors_posterior(float64, std, mean, leading):
+    """As in a table that had them from the start."""
+    table, shape = make(std, mean), tuple(size + 1 for size in SHAPE)
+    longer = FactorTable(shape, RANK, 1.0, std, mean)
+    known = torch.cat([torch.arange(size) + offset for size, offset in zip(SHAPE, longer.offsets[0], strict=True)])
+    for name, parameter in longer.named_parameters():
+        parameter.data.zero_()  # a standard deviation of 1
+        parameter.data[known if name == "Z" else ...] = table.get_parameter(name)
+    if mean == "degrees":
+        longer.set_degrees(torch.zeros(sum(shape), dtype=torch.int64).index_put((known,), DEGREES))
+    for name, tensor in [*table.named_parameters(), *table.named_buffers()]:
+        stacked = tensor.detach().expand(*leading, *tensor.shape).clone()
+        setattr(table, name, torch.nn.Parameter(stacked) if tensor.requires_grad else stacked)
+    table.add_new_rows()
+    indices = torch.tensor([[4, 0, 5], [1, 3, 5], [4, 3, 5], [3, 2, 4]])
+    noise = torch.randn(len(SHAPE), RANK)
+    expected = longer.draw(indices, noise, new=True)
+    actual = table.draw(indices.expand(*leading, 4, 3), noise, new=True)
+    for name in "z", "prior_mean", "variance":
+        of_new, of_longer = (torch.as_tensor(getattr(draw, name)) for draw in (actual, expected))
+        torch.testing.assert_close(of_new, of_longer.expand_as(of_new))
+
+
 @pytest.mark.parametrize("new", [False, True])
 @means
 def test_a_draw_has_the_posterior_of_its_rows(float64, mean, new):

@@ -68,7 +68,8 @@ def test_mistakes_end_with_one_line(command, predict, tiny):
         Path(name).write_text(text)
     (tiny / "run").mkdir()
     for arguments, message in [
-        ([tiny / "run", "few.csv", "out.csv"], "run is not the folder of a finished run"),
+        ([tiny / "run", "few.csv", "out.csv"], "run is not the folder of a finished run\n"),
+        (["runs", "few.csv", "out.csv"], f"finished run: name the folder of one, such as {run}\n"),
         ([run, "few.csv", "out.csv"], "few.csv has no column c; it has a, b"),
         ([run, "outside.csv", "out.csv"], "outside.csv, row 1, mode 2: index 4 is outside"),
         ([run, "half.csv", "out.csv"], "half.csv, row 0, mode 1: index 0.5 is not an integer"),
@@ -88,5 +89,5 @@ def test_mistakes_end_with_one_line(command, predict, tiny):
     (run / "modes.json").write_text(layout)
     (run / "last.ckpt").write_text("junk")
     code, _, err = predict(run, "cells.csv", "out.csv")
-    assert code == 1 and "last.ckpt cannot be read" in err and err.count("\n") == 1, err
+    assert code == 1 and "last.ckpt is damaged or of an older version (" in err and err.count("\n") == 1, err
     assert not Path("out.csv").exists()

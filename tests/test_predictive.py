@@ -8,6 +8,7 @@ from scipy import integrate, stats
 from scipy.special import expit
 
 import ented.predictive
+from ented.errors import InputError
 from ented.likelihoods import Bernoulli, NegativeBinomial
 from ented.predictive import LatentGaussian, LatentMixture
 
@@ -58,7 +59,7 @@ def test_predictive_log_prob_is_exact_for_every_shape(mean, variance, zeta):
 def test_many_quantiles_are_found_in_parts(monkeypatch):
     latent = LatentMixture(NB, *torch.rand(2, 2, 10, dtype=torch.float64))
     together = latent.quantile(0.9)
-    monkeypatch.setattr(ented.predictive, "QUANTILES", 3)
+    monkeypatch.setattr(ented.predictive, "AT_ONCE", 3)
     assert latent.quantile(0.9).tolist() == together.tolist()
 
 
@@ -79,8 +80,8 @@ def test_predictive_log_prob_survives_extremes():
 @gaussian
 @both
 def test_mean_and_variance_are_the_mixtures(likelihood, mean, variance):
-    if likelihood.kind == "binary":
-        first = second = expectation(expit, mean, variance)
+    if likelihood.kind == "binary":  # the variance of the probability
+        first, second = (expectation(lambda f, k=k: expit(f) ** k, mean, variance) for k in (1, 2))
     else:
         zeta = likelihood.zeta
         first = expectation(lambda f: stats.nbinom.mean(zeta, expit(-f)), mean, variance)
@@ -89,7 +90,7 @@ def test_mean_and_variance_are_the_mixtures(likelihood, mean, variance):
         )
     actual = predictive(likelihood, mean, variance)
     assert actual.mean.item() == pytest.approx(first, rel=1e-8)
-    assert actual.variance.item() == pytest.approx(second - first**2, rel=1e-8)
+    assert actual.variance.item() == pytest.approx(second - first**2, rel=1e-7, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +171,8 @@ def test_plugin_has_f_at_its_mean(likelihood):
     assert plugin.mean.item() == pytest.approx(expected)
     for x in values_of(likelihood):
         assert plugin.log_prob(tensor(x)).item() == pytest.approx(log_pmf(likelihood, x, 0.8))
-    assert plugin.variance.item() == pytest.approx(
-        stats.bernoulli.var(expit(0.8))
-        if likelihood.kind == "binary"
-        else stats.nbinom.var(likelihood.zeta, expit(-0.8))
-    )
+    known = 0 if likelihood.kind == "binary" else stats.nbinom.var(likelihood.zeta, expit(-0.8))
+    assert plugin.variance.item() == pytest.approx(known, abs=1e-12)
 
 
 @pytest.mark.parametrize("smallest", [0, 1])
@@ -221,6 +219,8 @@ def test_a_mixture_of_counts_is_the_average_of_its_distributions(components):
         assert latent.log_prob(tensor(x)).item() == pytest.approx(np.log(p[x]))
     for q in (0.05, 0.3, 0.5, 0.95):
         assert latent.quantile(q).item() == (p.cumsum() < q - 1e-9).sum()
+    for count in (-1, 0, 7, 60):
+        assert latent.above(count).item() == pytest.approx(p[count + 1 :].sum(), abs=1e-9)
     losses = [(p * abs(k - a) / (k + 1)).sum() for a in range(200)]
     assert losses[int(latent.relative_median.item())] <= 1.01 * min(losses)
 
@@ -230,7 +230,10 @@ def test_a_mixture_of_probabilities_is_the_average_of_its_distributions(componen
     latent = mixture(Bernoulli(), components)
     p = np.mean([expectation(expit, *each) for each in components])
     assert latent.mean.item() == pytest.approx(p)
-    assert latent.variance.item() == pytest.approx(p * (1 - p))
+    p2 = np.mean([expectation(lambda f: expit(f) ** 2, *each) for each in components])
+    assert latent.variance.item() == pytest.approx(p2 - p**2, rel=1e-7, abs=1e-12)
+    with pytest.raises(InputError, match="the mean is the probability of a one"):
+        latent.above(0)
     assert latent.log_prob(tensor(1.0)).exp().item() == pytest.approx(p)
     for q in (0.05, 0.3, 0.5, 0.95):
         f = np.log(latent.quantile(q).item() / (1 - latent.quantile(q).item()))
@@ -266,3 +269,5 @@ def test_several_entries_of_a_mixture_are_those_of_each():
             for name in ("mean", "variance", "relative_median"):
                 assert getattr(together, name)[s].item() == pytest.approx(getattr(alone, name).item())
             assert together.quantile(0.3)[s].item() == pytest.approx(alone.quantile(0.3).item())
+            if likelihood is NB:
+                assert together.above(3)[s].item() == pytest.approx(alone.above(3).item())

@@ -53,7 +53,15 @@ def results(folder: Path) -> tuple[pd.DataFrame, dict]:
 
 
 @pytest.mark.parametrize(
-    "model", ["ented", "ented model.sparse_gradients=true", "gptf_pg", "gptf", "costco", "sbtr likelihood=bernoulli"]
+    "model",
+    [
+        "ented",
+        "ented model.sparse_gradients=true",
+        "gptf_pg",
+        "gptf",
+        "costco",
+        "sbtr dataset.source.kind=binary likelihood=bernoulli",
+    ],
 )
 def test_a_run_leaves_what_others_do(small, command, tmp_path, model, request):
     events = request.getfixturevalue("ones" if "bernoulli" in model else "events")
@@ -177,7 +185,7 @@ MISTAKES = {
     "no likelihood": (
         zeros,
         [*STREAM, "dataset.source.kind=binary"],
-        "dataset=stream is binary: use likelihood=bernoulli",
+        "dataset=stream is of kind binary: use likelihood=bernoulli",
     ),
     "likelihood": (None, [*STREAM, "likelihood=bernoulli"], "use likelihood=negative_binomial"),
     "modes": (None, [*STREAM, "dataset.source.modes=[a,b]"], "2 modes for 3 sizes"),

@@ -135,6 +135,8 @@ def test_a_table_that_has_changed_is_noticed(command, events):
         assert code == 0 and "finished before" in out
     events.assign(count=events["count"] + (events.index == 5)).to_csv("events.csv", index=False)
     assert "holds a run with another content of its files" in command.mistake(*TABLE, "fold=0")
+    changed = command.mistake(*TABLE, "fold=0", "dataset.source.folds=4")
+    assert "holds a run with dataset.source.folds=None, asked for is dataset.source.folds=4" in changed
     assert finished(Path("runs")) == before
     assert command(*TABLE, "fold=0", "force=true")[0] == 0
     assert finished(Path("runs")) != before
@@ -142,6 +144,10 @@ def test_a_table_that_has_changed_is_noticed(command, events):
 
 def test_zeros_and_ones(command, events):
     events.assign(count=events["count"] > 1).to_csv("events.csv", index=False)
+    assert "is of kind count: use likelihood=negative_binomial, or set dataset.source.kind=binary" in command.mistake(
+        *TABLE, "likelihood=bernoulli"
+    )
+    assert not Path("runs").exists()
     code, out, err = command(*TABLE, "dataset.source.kind=binary", "likelihood=bernoulli")
     assert code == 0 and "auc" in out, err
     assert len(finished(Path("runs"))) == 5
@@ -168,12 +174,15 @@ MISTAKES = {
     "user,item,count\na,b,1\na,c,2\na,b,3\n": "events.csv: rows 0 and 2 are of the same cell (a, b); add up",
     "user,item,count\na,b,1\n,c,2\n": "events.csv, row 1: user is empty; fill it in, or leave the row out",
     "user,item,count\na,b,\na,c,2\n": "events.csv, row 0: count is empty",
-    "user,item,count\na,b,1\na,c,many\n": "events.csv, row 1: count is many, which is no number",
+    "user,item,count\na,b,1\na,c,many\n": "events.csv, row 1: count is many, which is no number; correct it",
+    "user, user,count\na,b,1\na,c,1\n": "events.csv has two columns user: rename one of them",
+    "user,item,count\na, ,1\na,c,1\n": "events.csv, row 0: item is empty",
+    "user,item,count\na,b,1\na,b ,1\n": "events.csv: rows 0 and 1 are of the same cell (a, b)",
     "user,item,count\na,b,1\na,c,-2\n": "events.csv, row 1: value -2 is negative",
     "user,item,count,\na,b,1,\na,c,1,\n": "events.csv has a column without a name",
     "user,item,count\na,b,1\na,c,1.5\n": "events.csv, row 1: value 1.5 is not an integer",
     "user,item,count\na,b,1\na,c,inf\n": "events.csv, row 1: value inf is not finite",
-    "user,item,count\na,b,1\n": "folds is 5; give a whole number from 2 to 1, that of the rows",
+    "user,item,count\na,b,1\n": "events.csv has one row: a fit and its test need one each",
     "user,count\na,1\nb,1\nc,1\nd,1\ne,1\n": "has one mode",
     "user,mean,count\na,b,1\n": "none that of a column of predictions.csv",
     ",user,item,count\n0,a,b,1\n1,a,c,2\n": "events.csv has a column without a name",
@@ -209,6 +218,7 @@ def test_mistakes_in_the_table(command, tmp_path, monkeypatch, text):
         ("dataset.source.folds=two", "folds is two; give a whole number from 2 to 100"),
         ("dataset.source.kind=binary", "a binary dataset holds the value"),
         ("dataset.source.kind=words", "choose from binary, count"),
+        ("likelihood=bernoulli", "use likelihood=negative_binomial"),
         ("fold=5", "choose from 0, 1, 2, 3, 4"),
     ],
 )
@@ -217,10 +227,52 @@ def test_mistakes_in_the_settings(command, events, settings, message):
     assert not Path("runs").exists()
 
 
-def test_a_name_that_the_run_does_not_know(command, predict, events):
-    assert command(*TABLE, "fold=0")[0] == 0
+@pytest.mark.parametrize("model", ["ented", "gptf_pg", "gptf"])
+def test_new_names_are_predicted_as_rows_without_training_entries(command, predict, events, model):
+    assert command(*TABLE, f"model={model}", "fold=0")[0] == 0
+    run = f"runs/events/{model}/rank=3/fold=0/seed=0"
+    cells = pd.DataFrame({"user": ["b", "b ", "b", "new"], "item": ["tea", "gin", "rum", "tea"], "week": [9, 9, 9, 12]})
+    cells.to_csv("cells.csv", index=False)
+    code, out, err = predict(run, "cells.csv", "out.csv")
+    assert (code, out) == (0, "")
+    assert err == "3 of 4 cells have a name without training entries, item gin in row 1 first\n"
+    table = pd.read_csv("out.csv")
+    predicted = table[table.columns.drop(["user", "item", "week"])]
+    assert predicted.iloc[1].equals(predicted.iloc[2].rename(1)) and not predicted.iloc[3].equals(predicted.iloc[1])
+    # a known cell is what it is without new ones beside it
+    cells[:1].to_csv("cells.csv", index=False)
+    assert predict(run, "cells.csv", "known.csv") == (0, "", "")
+    np.testing.assert_allclose(pd.read_csv("known.csv")[predicted.columns].iloc[0], predicted.iloc[0], rtol=1e-5)
+
+
+def test_a_new_name_where_the_method_has_no_prior(command, predict, events):
+    assert command(*TABLE, "model=gcp", "fold=0", "epochs=1", "batch_size=all")[0] == 0
     Path("cells.csv").write_text("user,item,week\nb,tea,9\nb,gin,9\n")
-    assert predict.mistake("runs/events/ented/rank=3/fold=0/seed=0", "cells.csv", "out.csv") == (
-        'error: cells.csv, row 1: there is no item gin; there are 10, 9, ice, cream, tea, the "best"\n'
+    assert predict.mistake("runs/events/gcp/rank=3/fold=0/seed=0", "cells.csv", "out.csv") == (
+        "error: cells.csv, row 1: there is no item gin in the run (GCP predicts no rows that the run does not have): "
+        "leave it out\n"
     )
     assert not Path("out.csv").exists()
+
+
+def test_the_probability_of_large_counts_and_parquet(command, predict, events):
+    assert command(*TABLE, "fold=0")[0] == 0
+    run = Path("runs/events/ented/rank=3/fold=0/seed=0")
+    events.drop(columns="count").to_parquet("cells.parquet", index=False)
+    assert predict(run, "cells.parquet", "out.parquet", "--above", "-1", "0", "3") == (0, "", "")
+    out = pd.read_parquet("out.parquet")
+    assert (out["above_-1"] == 1).all() and (out.above_0 > out.above_3).all()
+    # a quantile is the smallest count with so much probability up to it
+    assert ((out.above_3 <= 0.05) == (out.upper <= 3)).all() and ((out.above_0 <= 0.95) == (out.lower <= 0)).all()
+
+
+def test_predictions_do_not_replace_what_they_come_of(command, predict, events):
+    assert command(*TABLE, "fold=0")[0] == 0
+    run = Path("runs/events/ented/rank=3/fold=0/seed=0")
+    before = {file: file.read_bytes() for file in [*run.iterdir(), Path("events.csv")] if file.is_file()}
+    for predicted in (run / "predictions.csv", "events.csv", f"{run}/../seed=0/mine.csv"):
+        assert "would replace the cells or a part of the run" in predict.mistake(run, "events.csv", predicted)
+    assert {file: file.read_bytes() for file in before} == before and not (run / "mine.csv").exists()
+    assert predict.mistake(run, "events.csv", "nowhere/out.csv") == (
+        f"error: {Path.cwd()}/nowhere/out.csv: No such file or directory\n"
+    )

@@ -8,4 +8,5 @@ class InputError(ValueError):
 def one_line(error: OSError | ValueError) -> str:
     """What is wrong, and with which file."""
     named = isinstance(error, OSError) and error.filename
-    return " ".join((f"{error.filename}: {error.strerror}" if named else str(error)).split())
+    file = str(error.filename).removesuffix(".partial") if named else ""  # the name until all is written
+    return " ".join((f"{file}: {error.strerror}" if named else str(error)).split())

@@ -94,6 +94,7 @@ class FactorTable(nn.Module):
             self.gamma = nn.Parameter(torch.zeros(len(shape)))
             self.register_buffer("log_degrees", torch.zeros(rows))  # c for a training entry
             self.register_buffer("log_degrees_of_new", torch.zeros(rows))  # c for a new entry
+            self.register_buffer("centre", torch.zeros(len(shape)))  # what centres c, in each mode
         if sparse_gradients:
             # the gradient's place, zero between the steps, see `ented.adam.RowAdam`
             self.register_buffer("Z_bar", torch.zeros_like(self.Z), persistent=False)
@@ -113,12 +114,32 @@ class FactorTable(nn.Module):
             n = degrees.to(self.log_degrees)
             log_n = n.clamp_min(1).log()
             modes = zip(n.split(self.shape), log_n.split(self.shape), strict=True)
-            centre = torch.cat([((n_d * log_d).sum() / n_d.sum()).expand(len(n_d)) for n_d, log_d in modes])
+            centres = torch.stack([(n_d * log_d).sum() / n_d.sum() for n_d, log_d in modes])
+            centre = centres.repeat_interleave(torch.tensor(self.shape, device=n.device))
+            self.centre.copy_(centres)
             self.log_degrees.copy_(log_n - centre)
             self.log_degrees_of_new.copy_(n.log1p() - centre)
         if self.sparse_gradients:
             self.degrees.copy_(degrees)
             self.Z.mul_((self.degrees > 0)[..., None])  # a mean of 0 and a standard deviation of 1
+
+    @torch.no_grad()
+    def add_new_rows(self) -> None:
+        """Give each mode one more row, its last, whose posterior is the prior: for predictions, not for training.
+
+        The row stands for all that have no training entry, and c is -centre.
+        """
+
+        def longer(tensor: Float[Tensor, "... I W"], new: Float[Tensor, "... D W"]) -> Float[Tensor, "... I+D W"]:
+            parts = zip(tensor.split(self.shape, -2), new.split(1, -2), strict=True)
+            return torch.cat([part for pair in parts for part in pair], -2)
+
+        self.Z = nn.Parameter(longer(self.Z, self.Z.new_zeros(*self.Z.shape[:-2], len(self.shape), self.Z.shape[-1])))
+        if self.slopes:
+            for name in ("log_degrees", "log_degrees_of_new"):
+                setattr(self, name, longer(getattr(self, name)[..., None], -self.centre[..., None]).squeeze(-1))
+        self.shape = tuple(size + 1 for size in self.shape)
+        self.offsets = self.offsets + torch.arange(len(self.shape), device=self.offsets.device)
 
     def rows(self, indices: Int[Tensor, "... S D"]) -> Int[Tensor, "... S D"]:
         """The entries' rows of Z; those of several tables are counted as if they stood one below the other."""

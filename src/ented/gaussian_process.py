@@ -117,6 +117,9 @@ class GaussianProcessModule(CompletionModule):
         others.step()
         of_rows.step(rows=self.model.table.rows(indices).flatten())
 
+    def add_new_rows(self) -> None:
+        self.model.table.add_new_rows()
+
     def start(self, train: TrainingEntries) -> None:
         if self.model.table.needs_degrees and not self.started:
             self.model.table.set_degrees(train.degrees())

@@ -62,6 +62,15 @@ class CompletionModule(L.LightningModule):
         """Predictive distribution of the entries at `indices`."""
         raise NotImplementedError
 
+    def add_new_rows(self) -> None:
+        """Give each mode of a trained module one more row, its last, for entries of rows that training did not see.
+
+        Raises
+        ------
+        InputError : the method does not say what such a row is like.
+        """
+        raise InputError(f"{type(self).__name__} predicts no rows that the run does not have")
+
     def _evaluate(self, batch: Batch, **options) -> None:
         indices, values = batch
         self.metrics.update(self.predictive(indices), values, **options)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from scipy.optimize import elementwise
-from scipy.special import betainc, gammaincinv, ndtri, pdtr
+from scipy.special import betainc, expit, gammaincinv, ndtri, pdtr
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 from torch.quasirandom import SobolEngine
@@ -115,12 +115,16 @@ class PolyaGamma(nn.Module):
         raise NotImplementedError
 
     def variance(self, f_mean: Float[Tensor, "... S"], f_variance: Float[Tensor, "... S"]) -> Float[Tensor, "... S"]:
-        """Var[x] for f ~ N(f_mean, f_variance)."""
+        """Of the count, or of the probability of a one, for f ~ N(f_mean, f_variance)."""
         raise NotImplementedError
 
     def quantile(self, q: float, f_mean: Float[Tensor, "C S"], f_variance: Float[Tensor, "C S"]) -> Float[Tensor, "S"]:
         """See `LatentMixture.quantile`; 0 < q < 1."""
         raise NotImplementedError
+
+    def above(self, count: int, f_mean: Float[Tensor, "C S"], f_variance: Float[Tensor, "C S"]) -> Float[Tensor, "S"]:
+        """See `Predictive.above`."""
+        raise InputError("entries are zeros and ones: the mean is the probability of a one")
 
     def relative_median(self, f_mean: Float[Tensor, "C S"], f_variance: Float[Tensor, "C S"]) -> Float[Tensor, "S"]:
         """See `Predictive.relative_median`; of counts from draws, with the same uniform numbers for each Gaussian."""
@@ -178,8 +182,8 @@ class Bernoulli(PolyaGamma):
         return log_expectation(logsigmoid, f_mean, f_variance, self.width).exp().clamp_max(1)
 
     def variance(self, f_mean, f_variance):
-        p = self.mean(f_mean, f_variance)
-        return p * (1 - p)
+        of_square = log_expectation(lambda f: 2 * logsigmoid(f), f_mean, f_variance, self.width).exp()
+        return (of_square - self.mean(f_mean, f_variance).square()).clamp_min(0)
 
     def quantile(self, q, f_mean, f_variance):
         # of the probability: monotone in f; that of a mixture lies between those of its components
@@ -301,13 +305,8 @@ class NegativeBinomial(PolyaGamma):
 
     def quantile(self, q, f_mean, f_variance):
         device, f_mean, f_variance = f_mean.device, f_mean.cpu(), f_variance.cpu()  # SciPy's part
-        nodes, log_weights = normal_grid(f_variance, self.width)
-        kept = log_weights > -32  # the others have less than 1e-11 together
-        nodes, log_weights = nodes[kept], log_weights[kept]
-        f = f_mean[..., None] + f_variance.sqrt()[..., None] * nodes
-        # the nodes of all components side by side
-        failure = torch.sigmoid(-f).movedim(0, 1).flatten(1).numpy()
-        weights = (log_weights.exp() / len(f)).repeat(len(f)).numpy()
+        f, weights = self._mixture_grid(f_mean, f_variance)
+        failure = expit(-f)
 
         def excess(k, entry):
             # P(y <= k) - q, continued to real k by the regularised incomplete beta function
@@ -321,6 +320,22 @@ class NegativeBinomial(PolyaGamma):
         # find_root stops within rounding of a root that is an integer
         y = np.where(excess(zero, entry) >= 0, 0, np.ceil(root - 1e-6))
         return torch.from_numpy(self.smallest + y).to(device)
+
+    def above(self, count, f_mean, f_variance):
+        if count < self.smallest:
+            return torch.ones_like(f_mean[0])
+        f, weights = self._mixture_grid(f_mean.cpu(), f_variance.cpu())
+        return torch.from_numpy(betainc(count - self.smallest + 1, self.zeta, expit(f)) @ weights).to(f_mean)
+
+    def _mixture_grid(
+        self, f_mean: Float[Tensor, "C S"], f_variance: Float[Tensor, "C S"]
+    ) -> tuple[Float[np.ndarray, "S G"], Float[np.ndarray, "G"]]:
+        """Nodes, those of all components side by side, and weights of an expectation over f."""
+        nodes, log_weights = normal_grid(f_variance, self.width)
+        kept = log_weights > -32  # the others have less than 1e-11 together
+        f = f_mean[..., None] + f_variance.sqrt()[..., None] * nodes[kept]
+        weights = log_weights[kept].exp() / len(f)
+        return f.movedim(0, 1).flatten(1).numpy(), weights.repeat(len(f)).numpy()
 
     def relative_median(self, f_mean, f_variance):
         draws = ceil(SAMPLES / len(f_mean))

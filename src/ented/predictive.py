@@ -1,6 +1,7 @@
 """What every method answers to `predictive(indices)`: the distribution of some entries, or a number for each."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log
 
@@ -8,10 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ented.errors import InputError
 from ented.likelihoods import PolyaGamma
 from ented.quadrature import log_expectation
 
-QUANTILES = 1024  # at once, which bounds their memory
+AT_ONCE = 1024  # entries: a quantile and P(x > k) have hundreds of nodes, or thousands where f varies much
 # of predictions.csv, whatever the method, beside one for each mode
 COLUMNS = {"value", "mean", "std", "lower", "upper", "log_prob", "f_mean", "f_std"}
 
@@ -35,6 +37,10 @@ class Predictive(ABC):
     @abstractmethod
     def log_prob(self, values: Float[Tensor, "S"]) -> Float[Tensor, "S"] | None:
         """log p(values), or None where the method has no distribution."""
+
+    def above(self, count: int) -> Float[Tensor, "S"]:
+        """P(x > count); raises InputError where it is not known."""
+        raise InputError("the method gives no distribution of a count: its mean is all that there is")
 
     def plugin(self) -> "Predictive":
         """The same with every parameter fixed at its posterior mean."""
@@ -99,7 +105,7 @@ class LatentMixture(Predictive):
 
     @property
     def variance(self) -> Float[Tensor, "S"]:
-        """Variance of the value, from f and from p(x | f) together."""
+        """Of the count, from f and from p(x | f) together; of the probability of a one, from f."""
         means = self.likelihood.mean(self.means, self.variances)
         return self.likelihood.variance(self.means, self.variances).mean(0) + means.var(0, correction=0)
 
@@ -114,8 +120,14 @@ class LatentMixture(Predictive):
 
     def quantile(self, q: float) -> Float[Tensor, "S"]:
         """The smallest count k with P(x <= k) >= q; for binary entries the q-quantile of the probability."""
-        parts = zip(self.means.split(QUANTILES, 1), self.variances.split(QUANTILES, 1), strict=True)
-        return torch.cat([self.likelihood.quantile(q, means, variances) for means, variances in parts])
+        return torch.cat([self.likelihood.quantile(q, *part) for part in self._parts()])
+
+    def above(self, count: int) -> Float[Tensor, "S"]:
+        return torch.cat([self.likelihood.above(count, *part) for part in self._parts()])
+
+    def _parts(self) -> Iterable[tuple[Float[Tensor, "C _"], Float[Tensor, "C _"]]]:
+        """Means and variances of so many entries that their nodes fit in memory."""
+        return zip(self.means.split(AT_ONCE, 1), self.variances.split(AT_ONCE, 1), strict=True)
 
     def sample(self, n: int) -> Float[Tensor, "n S"]:
         """n independent draws of every entry."""

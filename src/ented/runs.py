@@ -43,8 +43,9 @@ WITHOUT_EFFECT |= {"logger", "trainer", "callbacks", "methods", "launcher", "job
 # settings at the top that a model takes, if it has one of the same name; that one counts
 TAKEN_BY_MODEL = {"rank", "lr", "rho", "inducing", "missing", "compile"}
 IMMATERIAL = WITHOUT_EFFECT | TAKEN_BY_MODEL | {"training_entries", "smallest_entry", "version"}
-# a method's training settings count at the top, where they can be overridden, those of protocol.ented in its model
-IMMATERIAL_BELOW = ("model.training.", "model.compile", "protocol.ented.", "dataset.source.data_dir")
+# what a method says of training counts at the top, where it can be overridden, of the likelihood in that, and what
+# protocol.ented says in the model
+IMMATERIAL_BELOW = ("model.training", "model.likelihood", "model.compile", "protocol.ented.", "dataset.source.data_dir")
 # a dataset's settings count where the top, the likelihood or an experiment has taken them
 IMMATERIAL_BELOW += ("dataset.source.workers", "dataset.paper", "dataset.holdout", "dataset.zeta")
 IMMATERIAL_BELOW += ("dataset.seeds", "dataset.replicas")
@@ -94,11 +95,12 @@ class RunFolder:
         if config is None:
             return "no readable config.yaml"
         ours, theirs = material(self.config), material(config)
-        if ours.pop(CONTENT, None) != theirs.pop(CONTENT, None):
-            return "another content of its files"
+        same_files = ours.pop(CONTENT, None) == theirs.pop(CONTENT, None)
         for key in ["protocol.name", *sorted(ours.keys() | theirs.keys())]:
             if ours.get(key) != theirs.get(key):
                 return f"{key}={theirs.get(key)}, asked for is {key}={ours.get(key)}"
+        if not same_files:
+            return "another content of its files"
         others = fingerprint and config.get("training_entries", fingerprint) != fingerprint
         return "other training entries" if others else None
 
@@ -267,7 +269,11 @@ def about(config: dict) -> dict[str, object]:
 def needs(folder: Path, *names: str) -> None:
     """Raise InputError where the folder of a finished run lacks one of these files."""
     if not (folder / "metrics.json").exists():
-        raise InputError(f"{folder} is not the folder of a finished run")
+        if (folder / "config.yaml").exists():
+            raise InputError(f"{folder} holds a run that is not finished: start its command again")
+        below = sorted(folder.rglob("metrics.json"))
+        one = f": name the folder of one, such as {below[0].parent}" if below else ""
+        raise InputError(f"{folder} is not the folder of a finished run{one}")
     for name in names:
         if not (folder / name).exists():
             raise InputError(

@@ -111,7 +111,9 @@ class Dataset(ABC):
         train, test = self.read(fold)
         largest = max(train.range[1], test.range[1])
         if self.kind == "binary" and largest > 1:
-            raise InputError(f"{self.name}, fold {fold}: a binary dataset holds the value {largest:g}; set kind: count")
+            raise InputError(
+                f"{self.name}, fold {fold}: a binary dataset holds the value {largest:g}; set dataset.source.kind=count"
+            )
         return self.clean(fold, train, test), test
 
     def clean(self, fold: int, train: COOTensor, test: COOTensor) -> COOTensor:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import unicodedata
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ log = logging.getLogger("ented")
 class Table(Dataset):
     """A CSV or Parquet file with a row for each observed cell: a column for each mode, and one of values.
 
-    What stands in the column of a mode, a word or a number, is a name of that mode, and compared as text.
+    What stands in the column of a mode, a word or a number, is a name of that mode, and compared as text, see `tidy`.
 
     Parameters
     ----------
@@ -74,6 +75,8 @@ class Table(Dataset):
         self.labels = {mode: sorted(names.unique()) for mode, names in pd.concat(tables)[list(modes)].items()}
         self.describe(name, [len(names) for names in self.labels.values()], modes, kind, 1 if test else folds or 5)
         self.entries, *self.test_entries = map(self.tensor, files, tables)
+        if not test and len(self.entries) < 2:
+            raise InputError(f"{file} has one row: a fit and its test need one each, and should have many")
         if not test and not (type(self.folds) is int and 2 <= self.folds <= len(self.entries)):
             raise InputError(
                 f"{file}: folds is {folds or 5}; give a whole number from 2 to {len(self.entries)}, that of the rows"
@@ -93,7 +96,7 @@ class Table(Dataset):
             If a value is not a count, or two rows are of one cell, be they equal: they may be two events, and in two
             folds.
         """
-        indices = np.column_stack([indices_of(file, table[mode], names) for mode, names in self.labels.items()])
+        indices = np.column_stack([indices_of(table[mode], names) for mode, names in self.labels.items()])
         cells = pd.DataFrame(indices)
         if (twice := cells.duplicated()).any():
             row = twice.idxmax()
@@ -139,28 +142,39 @@ def read_text(file: Path) -> pd.DataFrame:
         raise InputError(f"{file} does not fit in memory: use dataset=stream") from None
     except UnicodeDecodeError:
         raise InputError(f"{file} is neither a CSV file in UTF-8 nor a Parquet file: save it as one of these") from None
+    except InputError:
+        raise
     except pd.errors.ParserWarning:
         raise InputError(f"{file} has longer rows than its first one, which has to hold the columns' names") from None
     except Exception as error:  # pandas and pyarrow raise many kinds of it on a malformed file
         raise InputError(f"{file} is not a CSV or Parquet file ({' '.join(str(error).split())})") from None
     if table.empty:
         raise InputError(f"{file} has no rows")
-    if not is_parquet:
-        return table
-    columns = [name for name in table.index.names if name is not None and name not in table]
-    table = table.reset_index(level=columns).reset_index(drop=True)  # an index with names has columns of the table
-    return table.rename(columns=str).astype("string").fillna("").astype(object)
+    if is_parquet:
+        columns = [name for name in table.index.names if name is not None and name not in table]
+        table = table.reset_index(level=columns).reset_index(drop=True)  # an index with names has columns of the table
+        table = table.rename(columns=str).astype("string").fillna("").astype(object)
+    return table.rename(columns=tidy)
 
 
 def read_csv(file: Path) -> pd.DataFrame:
     """A table whose columns are separated by commas, or by semicolons or tabs where there are no commas."""
     first, *others = pd.read_csv(file, nrows=0).columns
     separator = next((sign for sign in ";\t" if sign in first and not others), ",")
-    return pd.read_csv(file, sep=separator, dtype=object, keep_default_na=False, index_col=False, skipinitialspace=True)
+    as_text = {"sep": separator, "dtype": object, "keep_default_na": False, "skipinitialspace": True}
+    names = pd.read_csv(file, nrows=1, header=None, **as_text).loc[0].map(tidy)  # pandas would number equal ones
+    if (twice := names.duplicated() & (names != "")).any():
+        raise InputError(f"{file} has two columns {names[twice.idxmax()]}: rename one of them")
+    return pd.read_csv(file, index_col=False, **as_text)
+
+
+def tidy(text: str) -> str:
+    """Without spaces at the ends, and in one Unicode form: names that look the same are the same."""
+    return unicodedata.normalize("NFC", text).strip()
 
 
 def columns_of(file: Path, table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """The columns of a table from a file.
+    """The columns of a table from a file, their texts `tidy`.
 
     Raises
     ------
@@ -170,19 +184,17 @@ def columns_of(file: Path, table: pd.DataFrame, columns: Sequence[str]) -> pd.Da
     for column in columns:
         if column not in table:
             raise InputError(f"{file} has no column {column}; it has {', '.join(map(str, table))}")
+    table = table[list(columns)].apply(lambda column: column.map({text: tidy(text) for text in column.unique()}))
+    for column in columns:
         if (empty := table[column] == "").any():
             raise InputError(f"{file}, row {empty.idxmax()}: {column} is empty; fill it in, or leave the row out")
-    return table[list(columns)]
+    return table
 
 
-def indices_of(file: Path, column: pd.Series, names: list[str]) -> Int64[np.ndarray, "N"]:
-    """The place of each name among the names; raises InputError where it is not there."""
+def indices_of(column: pd.Series, names: list[str]) -> Int64[np.ndarray, "N"]:
+    """The place of each text among the names, and of one that is not there the place after the last."""
     indices = pd.Index(names).get_indexer(column)
-    if (unknown := indices < 0).any():
-        row = unknown.argmax()
-        some = f"{', '.join(names[:20])}, and {len(names) - 20} more" if len(names) > 20 else ", ".join(names)
-        raise InputError(f"{file}, row {row}: there is no {column.name} {column[row]}; there are {some}")
-    return indices
+    return np.where(indices < 0, len(names), indices)
 
 
 def numbers_of(file: Path, column: pd.Series) -> Float64[np.ndarray, "N"]:
@@ -191,5 +203,7 @@ def numbers_of(file: Path, column: pd.Series) -> Float64[np.ndarray, "N"]:
     numbers = pd.to_numeric(text, errors="coerce").astype("float64")
     if (wrong := numbers.isna()).any():
         row = wrong.idxmax()
-        raise InputError(f"{file}, row {row}: {column.name} is {column[row]}, which is no number")
+        raise InputError(
+            f"{file}, row {row}: {column.name} is {column[row]}, which is no number; correct it, or leave the row out"
+        )
     return numbers.to_numpy(copy=True)

@@ -16,6 +16,8 @@ FAILED = "failed"  # stands for the metric of a run that failed; then there is n
 def collect(source: Path) -> pd.DataFrame:
     """All numbers of every finished run below a folder, and a row for each failed one; or such a table from its CSV."""
     if not source.is_dir():
+        if not source.exists() and not source.suffix:
+            raise ValueError(f"there is no folder {source}: train something first, or name the folder of the runs")
         return of_table(source)
     rows, folders, contents = [], {}, {}
     for file in sorted(source.rglob("metrics.json")):
@@ -45,7 +47,7 @@ def collect(source: Path) -> pd.DataFrame:
             raise ValueError(f"{file.parent / 'config.yaml'} is damaged: remove the folder") from None
         rows.append({**cell, "metric": FAILED, "error": file.read_text(encoding="utf-8").partition("\n")[0]})
     if not rows:
-        raise ValueError(f"no finished run below {source}")
+        raise ValueError(f"no finished run below {source}: train something first, or name the folder of the runs")
     return with_columns(pd.DataFrame(rows))
 
 

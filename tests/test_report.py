@@ -324,7 +324,7 @@ def test_mistakes_end_with_one_line(report, tmp_path):
         (of_two, "those of one method"),
         ([tmp_path / "runs", "--inducing", tmp_path / "runs", "--out", tmp_path / "report"], "no number of inducing"),
         ([tmp_path / "empty"], "no finished run"),
-        ([tmp_path / "nowhere", "--out", tmp_path / "report"], "nowhere: No such file"),
+        ([tmp_path / "nowhere", "--out", tmp_path / "report"], "nowhere: train something first, or name"),
         ([tmp_path / "damaged"], "metrics.json is damaged (KeyError('dataset'))"),
         ([tmp_path / "cut"], "cut/metrics.json is damaged"),
         ([tmp_path / "published.csv"], "published.csv has no column rank"),

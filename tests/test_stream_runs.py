@@ -52,16 +52,11 @@ def results(folder: Path) -> tuple[pd.DataFrame, dict]:
     return pd.read_csv(file.with_name("predictions.csv")), json.loads(file.read_text())["metrics"]
 
 
+BINARY = "dataset.source.kind=binary likelihood=bernoulli"
+
+
 @pytest.mark.parametrize(
-    "model",
-    [
-        "ented",
-        "ented model.sparse_gradients=true",
-        "gptf_pg",
-        "gptf",
-        "costco",
-        "sbtr dataset.source.kind=binary likelihood=bernoulli",
-    ],
+    "model", ["ented", "ented model.sparse_gradients=true", "gptf_pg", "gptf", "costco", f"sbtr {BINARY}"]
 )
 def test_a_run_leaves_what_others_do(small, command, tmp_path, model, request):
     events = request.getfixturevalue("ones" if "bernoulli" in model else "events")

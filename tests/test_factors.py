@@ -16,7 +16,7 @@ SHAPE, RANK, ENTRIES = (4, 3, 5), 2, 12
 INPUTS = len(SHAPE) * RANK
 means = pytest.mark.parametrize("mean", ["zero", "constant", "effects", "degrees"])
 EFFECTS = ("effects", "degrees")
-DEGREES = torch.tensor([3, 0, 8, 1, 2, 7, 3, 1, 1, 0, 6, 4])  # of the rows; 12 entries
+DEGREES = torch.tensor([3, 0, 8, 1, 2, 7, 3, 2, 2, 0, 4, 4])  # of the rows; 12 entries
 stds = pytest.mark.parametrize("std", [None, 0.3])
 
 
@@ -46,11 +46,14 @@ def test_rows_are_those_of_each_mode(float64):
 def centred_log(degrees, i, s2) -> float:
     """log(1 + number of other training entries in row i), centred, from a list of these entries' rows.
 
-    That of a training entry, and for a new one as far towards its own as the effect's posterior variance s2 says.
+    That of a training entry, and for a new one as far towards its own as the effect's posterior variance s2 says. Of a
+    row without training entries, that of a training entry of the row that has the fewest.
     """
     rows = [row for row, degree in enumerate(degrees.tolist()) for _ in range(degree)]
     centre = sum(log(rows.count(row)) for row in rows) / len(rows)
-    return (1 - s2) * log(max(1, rows.count(i))) + s2 * log(1 + rows.count(i)) - centre
+    if i not in rows:
+        return log(min(rows.count(row) for row in rows)) - centre
+    return (1 - s2) * log(rows.count(i)) + s2 * log(1 + rows.count(i)) - centre
 
 
 @pytest.mark.parametrize("leading", [(), (2,)])

@@ -26,7 +26,7 @@ MISTAKES = {
     "protocol.milestones=[2]": "a list of shares of the epochs",
     "force=maybe": "it must be true or false",
     "runs_dir=null": "the name of a folder",
-    "runs_dir=a=b": "quote the value",
+    "runs_dir=a=b": "quote a value",
     "rank=0": WHOLE,
     "rank=two": WHOLE,
     "rank=2.5": WHOLE,

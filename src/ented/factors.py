@@ -9,10 +9,12 @@ columns the logarithms of the standard deviations. The factors enter the kernel.
 whose constant a_0, scales tau_d and slopes gamma_d are point estimates. c_i is the logarithm of one more than the
 number of other training entries in the row, centred over the training entries. Where events are recorded, a row that
 has few of them is mostly one of small values, and one that has none is not an average row. With the row's degree n_i,
-its number of training entries, c_i is log n_i for one of these and log(1 + n_i) for a new entry. As to a new entry, the
-prior mean of e_i = tau a_i + gamma c_i was too low by delta = gamma (log(1 + n_i) - log n_i) when the posterior
-N(m, s^2) of a_i was found. With the right one the posterior mean of e_i is higher by s^2 delta: s^2 is the share of its
-prior variance, tau^2, that the data have left.
+its number of training entries, c_i is log n_i for one of these and log(1 + n_i) for a new entry. A row that has none
+is taken for one of as few as any row of its mode has: what f would be for fewer, no entry says.
+
+As to a new entry, the prior mean of e_i = tau a_i + gamma c_i was too low by delta = gamma (log(1 + n_i) - log n_i)
+when the posterior N(m, s^2) of a_i was found. With the right one the posterior mean of e_i is higher by s^2 delta: s^2
+is the share of its prior variance, tau^2, that the data have left.
 
 A minibatch draws z = mean + std * noise anew for each of its entries, so that the gradient passes through the draw
 (Kingma and Welling 2014). Effects need no draw: f is linear in them, and their variance adds to that of f.
@@ -94,7 +96,7 @@ class FactorTable(nn.Module):
             self.gamma = nn.Parameter(torch.zeros(len(shape)))
             self.register_buffer("log_degrees", torch.zeros(rows))  # c for a training entry
             self.register_buffer("log_degrees_of_new", torch.zeros(rows))  # c for a new entry
-            self.register_buffer("centre", torch.zeros(len(shape)))  # what centres c, in each mode
+            self.register_buffer("log_degree_of_none", torch.zeros(len(shape)))  # c for a row without training entries
         if sparse_gradients:
             # the gradient's place, zero between the steps, see `ented.adam.RowAdam`
             self.register_buffer("Z_bar", torch.zeros_like(self.Z), persistent=False)
@@ -111,23 +113,25 @@ class FactorTable(nn.Module):
         With sparse gradients, a row that has none is put where its prior is highest.
         """
         if self.slopes:
-            n = degrees.to(self.log_degrees)
-            log_n = n.clamp_min(1).log()
-            modes = zip(n.split(self.shape), log_n.split(self.shape), strict=True)
-            centres = torch.stack([(n_d * log_d).sum() / n_d.sum() for n_d, log_d in modes])
-            centre = centres.repeat_interleave(torch.tensor(self.shape, device=n.device))
-            self.centre.copy_(centres)
-            self.log_degrees.copy_(log_n - centre)
-            self.log_degrees_of_new.copy_(n.log1p() - centre)
+            of_modes = []
+            for n in degrees.to(self.log_degrees).split(self.shape):
+                least = n[n > 0].min()
+                log_n = n.clamp_min(least).log()
+                centre = (n * log_n).sum() / n.sum()
+                of_modes.append((log_n - centre, n.clamp_min(least - 1).log1p() - centre, least.log().view(1) - centre))
+            c, c_of_new, c_of_none = map(torch.cat, zip(*of_modes, strict=True))
+            self.log_degrees.copy_(c)
+            self.log_degrees_of_new.copy_(c_of_new)
+            self.log_degree_of_none.copy_(c_of_none)
         if self.sparse_gradients:
             self.degrees.copy_(degrees)
             self.Z.mul_((self.degrees > 0)[..., None])  # a mean of 0 and a standard deviation of 1
 
     @torch.no_grad()
     def add_new_rows(self) -> None:
-        """Give each mode one more row, its last, whose posterior is the prior: for predictions, not for training.
+        """Give each mode one more row, its last, without training entries: for predictions, not for training.
 
-        The row stands for all that have no training entry, and c is -centre.
+        Its posterior is the prior.
         """
 
         def longer(tensor: Float[Tensor, "... I W"], new: Float[Tensor, "... D W"]) -> Float[Tensor, "... I+D W"]:
@@ -137,7 +141,9 @@ class FactorTable(nn.Module):
         self.Z = nn.Parameter(longer(self.Z, self.Z.new_zeros(*self.Z.shape[:-2], len(self.shape), self.Z.shape[-1])))
         if self.slopes:
             for name in ("log_degrees", "log_degrees_of_new"):
-                setattr(self, name, longer(getattr(self, name)[..., None], -self.centre[..., None]).squeeze(-1))
+                setattr(
+                    self, name, longer(getattr(self, name)[..., None], self.log_degree_of_none[..., None]).squeeze(-1)
+                )
         self.shape = tuple(size + 1 for size in self.shape)
         self.offsets = self.offsets + torch.arange(len(self.shape), device=self.offsets.device)
 

@@ -140,10 +140,9 @@ class FactorTable(nn.Module):
 
         self.Z = nn.Parameter(longer(self.Z, self.Z.new_zeros(*self.Z.shape[:-2], len(self.shape), self.Z.shape[-1])))
         if self.slopes:
+            of_none = self.log_degree_of_none[..., None]
             for name in ("log_degrees", "log_degrees_of_new"):
-                setattr(
-                    self, name, longer(getattr(self, name)[..., None], self.log_degree_of_none[..., None]).squeeze(-1)
-                )
+                setattr(self, name, longer(getattr(self, name)[..., None], of_none).squeeze(-1))
         self.shape = tuple(size + 1 for size in self.shape)
         self.offsets = self.offsets + torch.arange(len(self.shape), device=self.offsets.device)
 

@@ -38,6 +38,8 @@ def of_run(run: Path) -> dict[str, Figure]:
 
 def save(figure: Figure, file: Path) -> None:
     """In the format that the file's name ends with."""
+    if not file.suffix:  # Matplotlib would add one
+        raise ValueError(f"{file} says no format: let its name end with .png, .pdf or .svg")
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

@@ -159,6 +159,7 @@ def test_the_figure_of_factors_shows_any_name(command, report, events):
     run = "runs/events/ented/rank=3/fold=0/seed=0"
     assert report(run, "--factors", "item", "item.png")[::2] == (0, "")
     assert Path("item.png").stat().st_size > 10_000
+    assert "error: item says no format: let its name end with .png" in report.mistake(run, "--factors", "item", "item")
     assert "1 of year: the figure needs two directions" in report.mistake(run, "--factors", "year", "year.png")
 
 

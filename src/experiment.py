@@ -122,10 +122,8 @@ class Run:
         self.tell_of_rows_and_zeros()
         if dataset.kind != self.likelihood.kind:
             other = {"binary": "bernoulli", "count": "negative_binomial"}[dataset.kind]
-            raise InputError(
-                f"dataset={cfg.dataset.name} is of kind {dataset.kind}: use likelihood={other}, or set "
-                f"dataset.source.kind={self.likelihood.kind}"
-            )
+            kind = f", or set dataset.source.kind={self.likelihood.kind}" if "kind" in cfg.dataset.source else ""
+            raise InputError(f"dataset={cfg.dataset.name} is of kind {dataset.kind}: use likelihood={other}{kind}")
         self.module(self.rates[0])  # which raises what is wrong with its settings
         part = self.data(cfg.protocol.held_out if searches_first(cfg) else 0)
         if processes() > min(len(self.test), len(part.validation or self.test)):

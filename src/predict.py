@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 
 from ented.datamodule import EVALUATION_BATCH
-from ented.datasets.table import columns_of, indices_of, numbers_of, read_text
+from ented.datasets.table import as_text, columns_of, indices_of, numbers_of, read_table, tidy
 from ented.errors import InputError, one_line
 from ented.lightning import CompletionModule
 from ented.runs import as_table, replacing, write
@@ -36,8 +36,8 @@ from modules import load
 def cells_of(file: Path, table: pd.DataFrame, layout: Layout) -> COOTensor:
     """The table's columns of the tensor's modes as indices; a new name has the one after the last of its mode."""
     indices = [
-        indices_of(column, layout.labels[mode]) if mode in layout.labels else numbers_of(file, column)
-        for mode, column in columns_of(file, table, layout.modes).items()
+        indices_of(column, [*map(tidy, layout.labels[mode])]) if mode in layout.labels else numbers_of(file, column)
+        for mode, column in columns_of(file, as_text(table), layout.modes).items()
     ]
     shape = tuple(size + (mode in layout.labels) for mode, size in zip(layout.modes, layout.shape, strict=True))
     try:
@@ -62,10 +62,8 @@ def take_new_names(module: CompletionModule, file: Path, table: pd.DataFrame, ce
         module.add_new_rows()
     except InputError as error:
         raise InputError(f"{file}, row {row}: there is no {name} in the run ({error}): leave it out") from None
-    print(
-        f"{is_new.any(1).sum()} of {len(cells)} cells have a name without training entries, {name} in row {row} first",
-        file=sys.stderr,
-    )
+    new = f"{is_new.any(1).sum()} of {len(cells)} cells have a name that the run does not have"
+    print(f"{new}, {name} in row {row} first", file=sys.stderr)
 
 
 @torch.no_grad()
@@ -83,18 +81,20 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("cells", type=Path, help="CSV or Parquet file with a column for each mode")
     parser.add_argument("predicted", type=Path, help="CSV or Parquet file to write")
-    parser.add_argument("--above", type=int, nargs="+", default=[], metavar="K", help="add P(count > K), for each K")
+    parser.add_argument("--above", type=int, action="append", default=[], metavar="K", help="add P(count > K)")
     arguments = parser.parse_args()
     run, file, predicted = arguments.run, arguments.cells, arguments.predicted
     try:
         module, layout = load(run)
         if predicted.resolve() == file.resolve() or predicted.resolve().parent == run.resolve():
             raise InputError(f"{predicted} would replace the cells or a part of the run: choose another file to write")
-        table = read_text(file)
+        table = read_table(file)
         cells = cells_of(file, table, layout)
         take_new_names(module, file, table, cells, layout)
         columns = predict(module, cells, arguments.above)
-        table = table.drop(columns=columns.columns, errors="ignore").join(columns)
+        if taken := set(columns) & set(layout.modes):
+            raise InputError(f"{file}: {taken.pop()} is a mode, and would be the name of a prediction: leave it out")
+        table = table.drop(columns=list(columns), errors="ignore").join(columns)
         if predicted.suffix == ".parquet":
             with replacing(predicted) as partial:
                 table.to_parquet(partial, index=False)

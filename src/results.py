@@ -43,8 +43,8 @@ def collect(source: Path) -> pd.DataFrame:
     for file in sorted(source.rglob("error.txt")):
         try:
             cell = about(yaml.safe_load((file.parent / "config.yaml").read_text(encoding="utf-8")))
-        except (KeyError, TypeError, yaml.YAMLError):
-            raise ValueError(f"{file.parent / 'config.yaml'} is damaged: remove the folder") from None
+        except (OSError, KeyError, TypeError, yaml.YAMLError):
+            raise ValueError(f"{file.parent / 'config.yaml'} is lost or damaged: remove the folder") from None
         rows.append({**cell, "metric": FAILED, "error": file.read_text(encoding="utf-8").partition("\n")[0]})
     if not rows:
         raise ValueError(f"no finished run below {source}: train something first, or name the folder of the runs")

@@ -274,8 +274,8 @@ def reason(error: BaseException) -> str:
     if unknown := re.match(r"Could not override '(.+)'", str(error)):
         of_one = "some of them for one dataset=, model= or launcher= only"
         return f"{unknown[1]}: there is no such setting; those that there are stand in conf/, {of_one}"
-    if several := re.match(r"Ambiguous value for argument '(.+?)'", str(error)):
-        return f"{several[1]} is a list of cells, for a grid: put -m before the settings"
+    if ambiguous := re.match(r"Ambiguous value for argument '(.+?)'", str(error)):
+        return f"{ambiguous[1]} is a list of cells, for a grid: put -m before the settings"
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"cannot read {error.override}: a setting is name=value"

@@ -310,7 +310,10 @@ def test_cell_with_other_value_in_test_stays_in_test(toy):
         ({"train": TRAIN, "test": [[0, 0, np.nan]]}, "fold-0.npz, test: row 0: value nan is not finite"),
         ({"train": TRAIN, "test": [[0, 0, -1]]}, "fold-0.npz, test: row 0: value -1 is negative"),
         ({"train": TRAIN, "test": TRAIN}, "toy, fold 0, train: no entry is left"),
-        ({"train": TRAIN, "test": [[1, 1, 5]]}, "toy, fold 0: a binary dataset holds the value 5; set dataset.source.kind=count"),
+        (
+            {"train": TRAIN, "test": [[1, 1, 5]]},
+            "toy, fold 0: a binary dataset holds the value 5; set dataset.source.kind=count",
+        ),
         (
             {"train": [*TRAIN, [0, 1, 0]], "test": TEST},
             "toy, fold 0, train: row 3: cell (0, 1) has the value",

@@ -340,7 +340,7 @@ def test_mistakes_end_with_one_line(report, tmp_path):
             [tmp_path / "runs", "--calibration", tmp_path / "no.csv", "--out", tmp_path / "report"],
             "no.csv: No such file",
         ),
-        ([tmp_path / "failed"], "config.yaml is damaged"),
+        ([tmp_path / "failed"], "config.yaml is lost or damaged"),
     ]:
         code, out, err = report(*arguments)
         assert code == 1 and not out and err.startswith("error: ") and err.count("\n") == 1, err

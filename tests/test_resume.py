@@ -112,10 +112,10 @@ def test_a_kill_while_force_removes_runs_leaves_none_that_counts(command, tiny, 
 
     with monkeypatch.context() as patch, pytest.raises(Interruption):
         patch.setattr(shutil, "rmtree", killed)
-        command(*binary(tiny), "lr=0.5", "force=true")
+        command(*binary(tiny), "force=true")
     assert removed and not finished(tiny.parent)
-    assert not list(tiny.parent.rglob("summary-*"))
-    code, out, err = command(*binary(tiny), "lr=0.5")
+    assert list(tiny.parent.rglob("last.ckpt")) and not list(tiny.parent.rglob("summary-*"))
+    code, out, err = command(*binary(tiny))
     assert code == 0, err
     assert "from after epoch" not in out  # not even the old checkpoints are gone on with
 
@@ -155,7 +155,7 @@ def test_another_version_of_the_code_is_named(command, tiny):
     (run / "config.yaml").write_text(yaml.safe_dump(config | {"version": "0.0.1"}))
     code, out, err = command(*arguments)
     assert code == 0, err
-    assert f"begun by version 0.0.1 of the code, goes on with {VERSION}" in out
+    assert f"begun by another version of the code (0.0.1), goes on with {VERSION}" in out
     assert yaml.safe_load((run / "config.yaml").read_text())["version"] == "0.0.1"
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["version"] == VERSION

@@ -236,7 +236,7 @@ def test_new_names_are_predicted_as_rows_without_training_entries(command, predi
     cells.to_csv("cells.csv", index=False)
     code, out, err = predict(run, "cells.csv", "out.csv")
     assert (code, out) == (0, "")
-    assert err == "3 of 4 cells have a name without training entries, item gin in row 1 first\n"
+    assert err == "3 of 4 cells have a name that the run does not have, item gin in row 1 first\n"
     table = pd.read_csv("out.csv")
     predicted = table[table.columns.drop(["user", "item", "week"])]
     assert predicted.iloc[1].equals(predicted.iloc[2].rename(1)) and not predicted.iloc[3].equals(predicted.iloc[1])
@@ -260,8 +260,9 @@ def test_the_probability_of_large_counts_and_parquet(command, predict, events):
     assert command(*TABLE, "fold=0")[0] == 0
     run = Path("runs/events/ented/rank=3/fold=0/seed=0")
     events.drop(columns="count").to_parquet("cells.parquet", index=False)
-    assert predict(run, "cells.parquet", "out.parquet", "--above", "-1", "0", "3") == (0, "", "")
+    assert predict(run, "cells.parquet", "out.parquet", "--above=-1", "--above", "0", "--above=3") == (0, "", "")
     out = pd.read_parquet("out.parquet")
+    pd.testing.assert_frame_equal(out[["user", "item", "week"]], events.drop(columns="count"))  # of the same types
     assert (out["above_-1"] == 1).all() and (out.above_0 > out.above_3).all()
     # a quantile is the smallest count with so much probability up to it
     assert ((out.above_3 <= 0.05) == (out.upper <= 3)).all() and ((out.above_0 <= 0.95) == (out.lower <= 0)).all()

@@ -96,7 +96,6 @@ class FactorTable(nn.Module):
             self.gamma = nn.Parameter(torch.zeros(len(shape)))
             self.register_buffer("log_degrees", torch.zeros(rows))  # c for a training entry
             self.register_buffer("log_degrees_of_new", torch.zeros(rows))  # c for a new entry
-            self.register_buffer("log_degree_of_none", torch.zeros(len(shape)))  # c for a row without training entries
         if sparse_gradients:
             # the gradient's place, zero between the steps, see `ented.adam.RowAdam`
             self.register_buffer("Z_bar", torch.zeros_like(self.Z), persistent=False)
@@ -118,11 +117,10 @@ class FactorTable(nn.Module):
                 least = n[n > 0].min()
                 log_n = n.clamp_min(least).log()
                 centre = (n * log_n).sum() / n.sum()
-                of_modes.append((log_n - centre, n.clamp_min(least - 1).log1p() - centre, least.log().view(1) - centre))
-            c, c_of_new, c_of_none = map(torch.cat, zip(*of_modes, strict=True))
+                of_modes.append((log_n - centre, n.clamp_min(least - 1).log1p() - centre))
+            c, c_of_new = map(torch.cat, zip(*of_modes, strict=True))
             self.log_degrees.copy_(c)
             self.log_degrees_of_new.copy_(c_of_new)
-            self.log_degree_of_none.copy_(c_of_none)
         if self.sparse_gradients:
             self.degrees.copy_(degrees)
             self.Z.mul_((self.degrees > 0)[..., None])  # a mean of 0 and a standard deviation of 1
@@ -131,7 +129,7 @@ class FactorTable(nn.Module):
     def add_new_rows(self) -> None:
         """Give each mode one more row, its last, without training entries: for predictions, not for training.
 
-        Its posterior is the prior.
+        Its posterior is the prior, a point estimate 0, where the prior is highest.
         """
 
         def longer(tensor: Float[Tensor, "... I W"], new: Float[Tensor, "... D W"]) -> Float[Tensor, "... I+D W"]:
@@ -140,7 +138,8 @@ class FactorTable(nn.Module):
 
         self.Z = nn.Parameter(longer(self.Z, self.Z.new_zeros(*self.Z.shape[:-2], len(self.shape), self.Z.shape[-1])))
         if self.slopes:
-            of_none = self.log_degree_of_none[..., None]
+            of_modes = self.log_degrees.split(self.shape, -1)
+            of_none = torch.cat([of_mode.amin(-1, keepdim=True) for of_mode in of_modes], -1)[..., None]
             for name in ("log_degrees", "log_degrees_of_new"):
                 setattr(self, name, longer(getattr(self, name)[..., None], of_none).squeeze(-1))
         self.shape = tuple(size + 1 for size in self.shape)

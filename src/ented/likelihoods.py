@@ -182,6 +182,7 @@ class Bernoulli(PolyaGamma):
         return log_expectation(logsigmoid, f_mean, f_variance, self.width).exp().clamp_max(1)
 
     def variance(self, f_mean, f_variance):
+        f_mean = -f_mean.abs()  # the same variance, as a difference of small numbers
         of_square = log_expectation(lambda f: 2 * logsigmoid(f), f_mean, f_variance, self.width).exp()
         return (of_square - self.mean(f_mean, f_variance).square()).clamp_min(0)
 

@@ -40,7 +40,7 @@ class Predictive(ABC):
 
     def above(self, count: int) -> Float[Tensor, "S"]:
         """P(x > count); raises InputError where it is not known."""
-        raise InputError("the method gives no distribution of a count: its mean is all that there is")
+        raise InputError("the method does not say how probable large counts are")
 
     def plugin(self) -> "Predictive":
         """The same with every parameter fixed at its posterior mean."""
@@ -64,9 +64,16 @@ class Known(Predictive):
     def log_prob(self, values: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
         return self.distribution.log_prob(values)
 
+    def above(self, count: int) -> Float[Tensor, "S"]:
+        if not isinstance(self.distribution, torch.distributions.Poisson):
+            return super().above(count)
+        rate = self.distribution.rate
+        return torch.special.gammainc(rate.new_tensor(count + 1), rate) if count >= 0 else torch.ones_like(rate)
+
     def columns(self) -> dict[str, Float[Tensor, "S"]]:
-        """Also the standard deviation."""
-        return super().columns() | {"std": self.distribution.stddev}
+        """Also the standard deviation of a count; a known probability has none."""
+        is_count = not isinstance(self.distribution, torch.distributions.Bernoulli)
+        return super().columns() | ({"std": self.distribution.stddev} if is_count else {})
 
 
 @dataclass

@@ -45,7 +45,7 @@ TAKEN_BY_MODEL = {"rank", "lr", "rho", "inducing", "missing", "compile"}
 IMMATERIAL = WITHOUT_EFFECT | TAKEN_BY_MODEL | {"training_entries", "smallest_entry", "version"}
 # what a method says of training counts at the top, where it can be overridden, of the likelihood in that, and what
 # protocol.ented says in the model
-IMMATERIAL_BELOW = ("model.training", "model.likelihood", "model.compile", "protocol.ented.", "dataset.source.data_dir")
+IMMATERIAL_BELOW = ("model.training", "model.likelihood", "model.compile", "protocol.ented", "dataset.source.data_dir")
 # a dataset's settings count where the top, the likelihood or an experiment has taken them
 IMMATERIAL_BELOW += ("dataset.source.workers", "dataset.paper", "dataset.holdout", "dataset.zeta")
 IMMATERIAL_BELOW += ("dataset.seeds", "dataset.replicas")
@@ -171,7 +171,7 @@ class RunFolder:
     def disown(self) -> None:
         """Make what the folder holds neither a finished run nor one to go on with, whatever a kill leaves of it."""
         with self._writing():
-            for name in ("metrics.json", "config.yaml"):
+            for name in ("metrics.json", "error.txt", "config.yaml"):
                 (self.path / name).unlink(missing_ok=True)
             summary_file(self.config).unlink(missing_ok=True)
 
@@ -198,9 +198,10 @@ class RunFolder:
         if difference := self.difference(fingerprint):
             log.warning("an unfinished run with %s, is started afresh", difference)
             self.clear()
-        begun_by = (self._saved_config() or {}).get("version", VERSION)
+        begun = self._saved_config()
+        begun_by = VERSION if begun is None else begun.get("version", "unknown")
         if begun_by != VERSION:
-            log.warning("begun by version %s of the code, goes on with %s", begun_by, VERSION)
+            log.warning("begun by another version of the code (%s), goes on with %s", begun_by, VERSION)
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             config = self.config | {"training_entries": fingerprint, "smallest_entry": smallest, "version": begun_by}
@@ -357,7 +358,7 @@ def material(settings: dict) -> dict[str, object]:
     """The settings that decide a run's numbers, by their dotted names."""
     leaves = flat({key: value for key, value in settings.items() if key not in IMMATERIAL})
     below = IMMATERIAL_BELOW + (FILES if settings.get(CONTENT) else ())
-    return {key: value for key, value in leaves.items() if not key.startswith(below)}
+    return {key: value for key, value in leaves.items() if not any(f"{key}.".startswith(f"{name}.") for name in below)}
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:

@@ -61,10 +61,11 @@ class Table(Dataset):
         if test and folds is not None:
             raise InputError(f"dataset.source.folds={folds}: with dataset.source.test= there is one fold")
         files = [Path(str(path)).expanduser() for path in (file, test) if path is not None]
-        tables = [read_text(path) for path in files]
-        value = tables[0].columns[-1] if value is None else str(value)
+        tables = [as_text(read_table(path)) for path in files]
+        value = tables[0].columns[-1] if value is None else tidy(str(value))
         modes = [column for column in tables[0] if column != value] if modes is None else modes
         check_names(name, modes)
+        modes = [tidy(mode) for mode in modes]
         if value in modes or not modes:
             raise InputError(f"{file}: column {value} holds the values; the modes need columns of their own")
         if any(column.startswith("Unnamed: ") for column in (*modes, value)):  # pandas' name of it
@@ -122,13 +123,13 @@ class Table(Dataset):
         return self.entries.subset(torch.cat(parts)), self.entries.subset(test)
 
 
-def read_text(file: Path) -> pd.DataFrame:
-    """A table from a CSV or Parquet file as text, as it stands there; what is missing is empty.
+def read_table(file: Path) -> pd.DataFrame:
+    """A table from a CSV or Parquet file, with tidy names of its columns: that from a CSV holds texts.
 
     Raises
     ------
     InputError
-        If the file is missing or malformed, or has no rows.
+        If the file is missing or malformed, has no rows, or has two columns of one name.
     """
     try:
         with file.open("rb") as content:
@@ -150,22 +151,32 @@ def read_text(file: Path) -> pd.DataFrame:
         raise InputError(f"{file} is not a CSV or Parquet file ({' '.join(str(error).split())})") from None
     if table.empty:
         raise InputError(f"{file} has no rows")
-    if is_parquet:
-        columns = [name for name in table.index.names if name is not None and name not in table]
-        table = table.reset_index(level=columns).reset_index(drop=True)  # an index with names has columns of the table
-        table = table.rename(columns=str).astype("string").fillna("").astype(object)
-    return table.rename(columns=tidy)
+    # an index with names has columns of the table
+    columns = [name for name in table.index.names if name is not None and name not in table]
+    table = table.reset_index(level=columns).reset_index(drop=True).rename(columns=lambda name: tidy(str(name)))
+    refuse_twins(file, table.columns)
+    return table
+
+
+def as_text(table: pd.DataFrame) -> pd.DataFrame:
+    """Its texts and numbers as text; what is missing is empty."""
+    return table.astype("string").fillna("").astype(object)
+
+
+def refuse_twins(file: Path, names: pd.Index) -> None:
+    """Raise InputError where two columns have the same name."""
+    if (twice := names.duplicated()).any():
+        raise InputError(f"{file} has two columns {names[twice][0]}: rename one of them")
 
 
 def read_csv(file: Path) -> pd.DataFrame:
     """A table whose columns are separated by commas, or by semicolons or tabs where there are no commas."""
     first, *others = pd.read_csv(file, nrows=0).columns
     separator = next((sign for sign in ";\t" if sign in first and not others), ",")
-    as_text = {"sep": separator, "dtype": object, "keep_default_na": False, "skipinitialspace": True}
-    names = pd.read_csv(file, nrows=1, header=None, **as_text).loc[0].map(tidy)  # pandas would number equal ones
-    if (twice := names.duplicated() & (names != "")).any():
-        raise InputError(f"{file} has two columns {names[twice.idxmax()]}: rename one of them")
-    return pd.read_csv(file, index_col=False, **as_text)
+    text = {"sep": separator, "dtype": object, "keep_default_na": False, "skipinitialspace": True}
+    names = pd.Index(pd.read_csv(file, nrows=1, header=None, **text).loc[0].map(tidy))
+    refuse_twins(file, names[names != ""])  # pandas would number them
+    return pd.read_csv(file, index_col=False, **text)
 
 
 def tidy(text: str) -> str:

@@ -10,7 +10,7 @@ from scipy.special import expit
 import ented.predictive
 from ented.errors import InputError
 from ented.likelihoods import Bernoulli, NegativeBinomial
-from ented.predictive import LatentGaussian, LatentMixture
+from ented.predictive import Known, LatentGaussian, LatentMixture, Point
 
 
 def brute_force_cdf(mean, variance, below):
@@ -271,3 +271,21 @@ def test_several_entries_of_a_mixture_are_those_of_each():
             assert together.quantile(0.3)[s].item() == pytest.approx(alone.quantile(0.3).item())
             if likelihood is NB:
                 assert together.above(3)[s].item() == pytest.approx(alone.above(3).item())
+
+
+def test_a_probability_near_one_is_as_uncertain_as_one_near_zero():
+    """There sigmoid(f) is exp(f), and log-normal."""
+    std = LatentGaussian(Bernoulli(), tensor(20.0, -20.0), tensor(1.0, 1.0)).columns()["std"]
+    expected = stats.lognorm.std(1.0, scale=np.exp(-20))
+    assert std.tolist() == pytest.approx([expected, expected], rel=1e-6)
+
+
+def test_how_probable_large_counts_are_where_the_rate_is_known():
+    rates = tensor(0.3, 7.0, 400.0)
+    known = Known(torch.distributions.Poisson(rates))
+    for count in (-1, 0, 5, 420):
+        np.testing.assert_allclose(known.above(count), stats.poisson.sf(count, rates), rtol=1e-9, atol=1e-14)
+    for other in (Point(rates), Known(torch.distributions.Bernoulli(rates / 500))):
+        with pytest.raises(InputError, match="does not say how probable large counts are"):
+            other.above(3)
+        assert list(other.columns()) == ["mean"]

@@ -278,3 +278,29 @@ def test_predictions_do_not_replace_what_they_come_of(command, predict, events):
     assert predict.mistake(run, "events.csv", "nowhere/out.csv") == (
         f"error: {Path.cwd()}/nowhere/out.csv: No such file or directory\n"
     )
+
+
+def test_columns_and_names_that_look_the_same(command, predict, events):
+    """Where they differ in spaces at the ends and in their Unicode form, also those of a run from elsewhere."""
+    composed, decomposed = "Zo\u00eb", "Zoe\u0308"
+    events.replace({"user": {"Zoë": decomposed}}).rename(columns={"user": "user "}).to_csv("events.csv", index=False)
+    assert command(*TABLE, "fold=0", "dataset.source.modes=[user,item,week]")[0] == 0
+    run = Path("runs/events/ented/rank=3/fold=0/seed=0")
+    assert composed in (run / "modes.json").read_text()
+    cells = pd.DataFrame({"user": [composed, decomposed, f" {composed}"], "item": "tea", "week": 9})
+    cells.to_parquet("cells.parquet", index=False)
+    for names in (composed, f" {decomposed}"):
+        text = (run / "modes.json").read_text()
+        (run / "modes.json").write_text(text.replace(f'"{composed}"', f'"{names}"'))
+        assert predict(run, "cells.parquet", "out.csv") == (0, "", "")
+        assert len(set(pd.read_csv("out.csv")["mean"])) == 1
+    cells.assign(**{"user ": "b"}).to_parquet("cells.parquet", index=False)
+    assert "cells.parquet has two columns user: rename one" in predict.mistake(run, "cells.parquet", "out.csv")
+
+
+def test_a_mode_named_like_a_prediction(command, predict, events):
+    events.rename(columns={"week": "above_3"}).to_csv("events.csv", index=False)
+    assert command(*TABLE, "fold=0")[0] == 0
+    run = Path("runs/events/ented/rank=3/fold=0/seed=0")
+    assert predict(run, "events.csv", "out.csv", "--above=2")[0] == 0
+    assert "above_3 is a mode" in predict.mistake(run, "events.csv", "out.csv", "--above=3")

@@ -80,7 +80,8 @@ class Table(Dataset):
             raise InputError(f"{file} has one row: a fit and its test need one each, and should have many")
         if not test and not (type(self.folds) is int and 2 <= self.folds <= len(self.entries)):
             raise InputError(
-                f"{file}: folds is {folds or 5}; give a whole number from 2 to {len(self.entries)}, that of the rows"
+                f"{file}: dataset.source.folds is {folds or 5}; "
+                f"give a whole number from 2 to {len(self.entries)}, that of the rows"
             )
         tensors = [self.entries, *self.test_entries]
         content = repr([self.labels, self.folds, *(tensor.fingerprint() for tensor in tensors)])

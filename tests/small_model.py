@@ -14,7 +14,14 @@ LENGTHSCALE, VARIANCE, JITTER = 1.3, 0.8, 1e-2  # none of them such that leaving
 ZETA = 6.0
 LIKELIHOODS = {"binary": Bernoulli(), "count": NegativeBinomial(ZETA)}
 
+blocks_1_2_3 = pytest.mark.parametrize("blocks", [1, 2, 3])
 kinds = pytest.mark.parametrize("kind", ["binary", "count"])
+
+
+def side_by_side(Z, indices):
+    """Factor rows of each entry."""
+    modes = torch.split(Z, SHAPE)
+    return torch.stack([torch.cat([mode[i] for mode, i in zip(modes, row, strict=True)]) for row in indices])
 
 
 def eye(n):

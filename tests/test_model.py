@@ -1,7 +1,8 @@
+"""ENTED against its formulas in dense algebra, without whitening and with all matrices written out."""
+
 import copy
 from dataclasses import replace
 
-import gpytorch
 import numpy as np
 import pytest
 import torch
@@ -15,10 +16,12 @@ from small_model import (
     SHAPE,
     VARIANCE,
     ZETA,
+    blocks_1_2_3,
     eye,
     kinds,
     make_entries,
     make_model,
+    side_by_side,
 )
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 
@@ -27,9 +30,6 @@ from ented.factors import FactorTable
 from ented.likelihoods import Bernoulli
 from ented.model import ENTED
 
-blocks_1_2_3 = pytest.mark.parametrize("blocks", [1, 2, 3])
-
-
 # The model in dense formulas, unwhitened: u_i ~ N(0, C_i) with C_i the covariance of block i's inducing values given
 # those of the blocks before it.
 
@@ -37,12 +37,6 @@ blocks_1_2_3 = pytest.mark.parametrize("blocks", [1, 2, 3])
 def k(x, y):
     squared = (x[:, None] - y[None]).square().sum(-1)
     return VARIANCE * torch.exp(-squared / (2 * LENGTHSCALE**2))
-
-
-def side_by_side(Z, indices):
-    """Factor rows of each entry."""
-    modes = torch.split(Z, SHAPE)
-    return torch.stack([torch.cat([mode[i] for mode, i in zip(modes, row, strict=True)]) for row in indices])
 
 
 def processes(X, M, blocks, jitter=JITTER):
@@ -329,41 +323,6 @@ def test_predictive_is_the_dense_posterior(blocks):
 def test_predictive_of_a_float32_model_is_in_float64():
     predictive = make_model("count", 2).float().predictive(make_entries("count")[0])
     assert predictive.f_mean.dtype == predictive.f_variance.dtype == torch.float64
-
-
-class SVGP(gpytorch.models.ApproximateGP):
-    """GPyTorch's sparse GP, whitened by L' u with L = chol(K) as here."""
-
-    def __init__(self, X, mean, covariance):
-        distribution = gpytorch.variational.CholeskyVariationalDistribution(len(X))
-        strategy = gpytorch.variational.VariationalStrategy(self, X, distribution, jitter_val=JITTER)
-        super().__init__(strategy)
-        distribution.variational_mean.data = mean
-        distribution.chol_variational_covar.data = torch.linalg.cholesky(covariance)
-        strategy.variational_params_initialized.fill_(1)
-        self.mean_module = gpytorch.means.ZeroMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-        self.covar_module.outputscale = VARIANCE
-        self.covar_module.base_kernel.lengthscale = LENGTHSCALE
-
-    def forward(self, x):
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
-@blocks_1_2_3
-def test_posterior_is_gpytorchs(blocks):
-    """Orthogonal blocks are one block of all points whose whitened covariance is block diagonal."""
-    model, (indices, _) = make_model("binary", blocks), make_entries("binary")
-    q = model.q.mean.flatten(), torch.block_diag(*model.q.covariance)
-    svgp = SVGP(model.inducing.X.detach().clone(), *q).double().eval()
-    with torch.no_grad():
-        expected = svgp(side_by_side(model.Z, indices))
-        expected_kl = svgp.variational_strategy.kl_divergence()
-    predictive = model.predictive(indices)
-    torch.testing.assert_close(predictive.f_mean, expected.mean)
-    # GPyTorch adds its jitter to the variance of f too
-    torch.testing.assert_close(predictive.f_variance, expected.variance - JITTER)
-    torch.testing.assert_close(model.q.kl(), expected_kl)
 
 
 # the module

@@ -172,12 +172,13 @@ def published_tables(cells: pd.DataFrame, marked: bool = False) -> dict[str, pd.
     """The paper's tables: a row for each dataset and method, a column for each metric and rank.
 
     A table cell has our mean ± standard deviation, and the published ones in square brackets. The best of our means
-    is bold; with `marked`, one that is further than two published standard deviations away has a + where it is better
-    and a - where it is worse. Only means over all folds are bold or marked. "failed" stands where all runs failed, "–"
-    where there is none.
+    is bold where there are several; with `marked`, one that is further than two published standard deviations away has
+    a + where it is better and a - where it is worse. Only means over all folds are bold or marked. "failed" stands
+    where all runs failed, "–" where there is none.
     """
     signed = (cells["mean"] * cells.metric.map(sign)).where(all_folds(cells))
-    best = signed.groupby([cells.dataset, cells["rank"], cells.metric]).transform("min") == signed
+    alike = signed.groupby([cells.dataset, cells["rank"], cells.metric])
+    best = (alike.transform("min") == signed) & (alike.transform("count") > 1)
     cells = cells.assign(whole=all_folds(cells), best=best)
     cells["text"] = [cell_text(cell, marked) for cell in cells.itertuples()]
     binary, parts = set(cells[cells.metric == "auc"].dataset), {}

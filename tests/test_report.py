@@ -188,6 +188,12 @@ def test_a_part_of_the_folds_is_marked(report, tmp_path):
     assert rows(tmp_path / "report/paper/count.md")["ENTED"][0].startswith("0.500 ± 0.000 (2 of 5 folds) ")
 
 
+def test_a_method_that_stands_alone_is_not_the_best(report, tmp_path):
+    write_run(tmp_path / "runs", "dblp", 0, {"auc": 0.9})
+    assert report(tmp_path / "runs", "--out", tmp_path / "report")[0] == 0
+    assert rows(tmp_path / "report/paper/binary.md")["ENTED"][0] == "0.900 - [0.950 ± 0.003]"
+
+
 def test_the_folds_of_the_datasets():
     for name, folds in DATASETS.items():
         source = yaml.safe_load((ROOT / f"conf/dataset/{name}.yaml").read_text())["source"]

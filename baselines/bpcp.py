@@ -39,6 +39,7 @@ class BPCP(SweepModule):
     """
 
     kinds = ("count",)
+    likelihood_settings = ()
 
     def __init__(
         self,

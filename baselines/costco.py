@@ -28,6 +28,8 @@ class CoSTCo(GradientModule):
     lr : Adam's learning rate.
     """
 
+    likelihood_settings = ()
+
     def __init__(self, shape: tuple[int, ...], likelihood: PolyaGamma, rank: int, channels: int, lr: float):
         super().__init__(likelihood.kind, lr)
         self.binary = likelihood.kind == "binary"

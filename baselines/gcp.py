@@ -39,6 +39,8 @@ class GCP(SweepModule):
     tolerance : see `SweepModule`.
     """
 
+    likelihood_settings = ()
+
     def __init__(
         self,
         shape: tuple[int, ...],

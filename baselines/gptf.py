@@ -36,6 +36,8 @@ class GPTF(GaussianProcessModule):
     lr, milestones : of Adam, see `GaussianProcessModule`.
     """
 
+    likelihood_settings = ()
+
     def __init__(
         self,
         shape: tuple[int, ...],

@@ -32,6 +32,8 @@ class MainEffects(SweepModule):
     tolerance : see `SweepModule`.
     """
 
+    likelihood_settings = ("zeta", "smallest")
+
     def __init__(
         self,
         shape: tuple[int, ...],

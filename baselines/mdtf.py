@@ -36,6 +36,7 @@ class MDTF(GradientModule):
     """
 
     kinds = ("count",)
+    likelihood_settings = ()
     all_entries = True
 
     def __init__(

@@ -36,6 +36,7 @@ class NCPD(SweepModule):
     """
 
     kinds = ("count",)
+    likelihood_settings = ()
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """VBGCP: variational CP decomposition of counts (Soulat, Keshavarzi, Margrie, Sahani 2021).
 
-    x_n ~ NB(zeta, f_n)     f_n = offset + sum_r prod_d A_d[i_nd, r]
+    x_n - smallest ~ NB(zeta, f_n)     f_n = offset + sum_r prod_d A_d[i_nd, r]
     A_d[i, r] ~ N(0, 1 / alpha_r)     alpha_r ~ Gamma     offset ~ N(0, 1 / tau)
 
 with q = q(offset) prod_r q(alpha_r) prod_{d, i} q(A_d[i]), where a row has q(A_d[i]) = N(mean, covariance), and
@@ -29,7 +29,7 @@ class VBGCP(SweepModule):
     Parameters
     ----------
     shape : sizes of the tensor's modes.
-    likelihood : of the entries. Its zeta is not used: the shape is learned.
+    likelihood : of the entries; only its smallest count is taken from it, for the shape is learned.
     rank : number of components; those that the data do not need are shrunk towards zero.
     ard_shape, ard_rate : of the Gamma prior of alpha_r, the precision of component r in every mode.
     offset_precision : tau, prior precision of the offset.
@@ -37,6 +37,7 @@ class VBGCP(SweepModule):
     """
 
     kinds = ("count",)
+    likelihood_settings = ("smallest",)
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class VBGCP(SweepModule):
         tolerance: float = 1e-5,
     ):
         super().__init__(likelihood.kind, tolerance)
+        self.smallest = likelihood.smallest
         self.shape, self.ard_shape, self.ard_rate, self.offset_precision = shape, ard_shape, ard_rate, offset_precision
         # factors start as in the authors' release: uniform means, covariance E[G'G] of G with elements N(0, 0.1^2)
         self.register_buffer("mean", torch.rand(sum(shape), rank))  # rows of all modes, one mode after the other
@@ -62,7 +64,7 @@ class VBGCP(SweepModule):
 
     @property
     def likelihood(self) -> NegativeBinomial:
-        return NegativeBinomial(self.zeta.item())
+        return NegativeBinomial(self.zeta.item(), self.smallest)
 
     @property
     def alpha_shape(self) -> float:
@@ -100,7 +102,7 @@ class VBGCP(SweepModule):
         return mean + self.offset_mean, variance + self.offset_variance
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        self.zeta.copy_(values.mean().clamp_min(0.5 / len(values)))
+        self.zeta.copy_((values - self.smallest).mean().clamp_min(0.5 / len(values)))
 
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         for mode in range(len(self.shape)):
@@ -153,19 +155,20 @@ class VBGCP(SweepModule):
     ) -> None:
         """The shape at which the bound is largest.
 
-        With q(omega) at its optimum for every zeta the bound is sum_n [lgamma(x_n + zeta) - lgamma(zeta)] - zeta K up
-        to a constant, and K = sum_n [E[f_n] / 2 + log(2 cosh(c_n / 2))] > 0. It is concave: its derivative
+        With q(omega) at its optimum for every zeta the bound is sum_n [lgamma(y_n + zeta) - lgamma(zeta)] - zeta K up
+        to a constant, with y_n = x_n - smallest and K = sum_n [E[f_n] / 2 + log(2 cosh(c_n / 2))] > 0. It is concave:
+        its derivative
 
-            sum_n [digamma(x_n + zeta) - digamma(zeta)] - K
+            sum_n [digamma(y_n + zeta) - digamma(zeta)] - K
 
-        falls, and digamma(x + zeta) - digamma(zeta) lies between [x > 0] / zeta and x / zeta, so bisection finds the
+        falls, and digamma(y + zeta) - digamma(zeta) lies between [y > 0] / zeta and y / zeta, so bisection finds the
         root.
         """
+        y = values.double() - self.smallest
         c = (f_mean.square() + f_variance).sqrt().double()
         slope = (f_mean.double() / 2 + c / 2 + torch.nn.functional.softplus(-c)).sum()
-        counts, number = values.double().unique(return_counts=True)
-        low = (values > 0).sum().clamp_min(0.5) / slope
-        high = values.double().sum().clamp_min(0.5) / slope
+        counts, number = y.unique(return_counts=True)
+        low, high = (y > 0).sum().clamp_min(0.5) / slope, y.sum().clamp_min(0.5) / slope
         for _ in range(60):
             middle = (low * high).sqrt()
             rises = (number * (torch.digamma(counts + middle) - torch.digamma(middle))).sum() > slope

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ented.errors import InputError
@@ -18,7 +18,8 @@ def new_likelihood(cfg: DictConfig, smallest: float) -> PolyaGamma:
     """For entries of which the smallest is this."""
     settings = dict(cfg.likelihood)
     if settings.get("smallest") == "auto":
-        settings["smallest"] = int(smallest > 0)
+        counts = "smallest" in get_class(cfg.model._target_).likelihood_settings
+        settings["smallest"] = int(smallest > 0 and counts)
     return instantiate(settings)
 
 

@@ -25,7 +25,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -76,8 +76,10 @@ def train(cfg: DictConfig) -> None:
     if cfg.compile:
         torch.compiler.reset()  # PyTorch keeps 8 programs of a step, then goes on without; each cell needs its own
     join(cfg)
+    of_likelihood = set(cfg.likelihood) - {"_target_", *get_class(cfg.model._target_).likelihood_settings}
+    without_effect = TAKEN_BY_MODEL - set(cfg.model) | {f"likelihood.{name}" for name in of_likelihood}
     for setting in overrides_given():
-        if setting.split("=")[0] in TAKEN_BY_MODEL - set(cfg.model):
+        if setting.split("=")[0] in without_effect:
             log.warning("%s has no effect: model=%s has no such setting", setting, cfg.model.name)
     dataset: Dataset = instantiate(cfg.dataset.source)
     if cfg.methods and cfg.model.name not in cfg.methods[dataset.kind]:

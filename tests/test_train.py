@@ -130,6 +130,22 @@ def test_a_setting_that_the_model_does_not_have_is_a_warning(command, tiny):
     assert "epochs=3 has no effect" not in out
 
 
+@pytest.mark.parametrize(("model", "reads"), [("main_effects", True), ("vbgcp", True), ("gcp", False)])
+def test_a_smallest_count_has_its_effect_or_a_warning(command, tiny, model, reads):
+    """Of a table without zeros in one fold, and with zeros in the other."""
+    rows = dict(np.load(tiny / "counts/fold-1.npz"))
+    for part in rows.values():
+        part[:, 3] += 1
+    np.savez(tiny / "counts/fold-1.npz", **rows)
+    settings = f"model={model}", "likelihood.smallest=auto", "epochs=3", "rank=2"
+    code, out, err = command(*counts(tiny), "fold=1", *settings)
+    assert code == 0, err
+    assert ("likelihood.smallest=auto has no effect" in out) is not reads
+    assert ("no training entry is 0, and so no prediction is" in out) is reads
+    code, _, err = command(*counts(tiny), "force=true", *settings)
+    assert code == (1 if reads else 0), err
+
+
 def test_one_block_is_gptf_pg(command, tiny):
     """Of the paper's ENTED."""
     settings = [*binary(tiny), "fold=0", "protocol=paper"]

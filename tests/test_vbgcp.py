@@ -283,6 +283,19 @@ def test_recovers_the_tensor_it_was_drawn_as(fitted):
     assert module.zeta.item() == pytest.approx(5, rel=0.2)
 
 
+def test_counts_from_one_on_are_counts_and_one():
+    train, test, _ = draw(shape=(6, 5, 4))
+    predictions = []
+    for smallest in 0, 1:
+        torch.manual_seed(0)
+        module = VBGCP(train.shape, NegativeBinomial(20, smallest), rank=2)
+        module.fit(COOTensor(train.indices, train.values + smallest, train.shape), epochs=30)
+        predictive = module.predictive(test.indices)
+        predictions.append([predictive.mean - smallest, predictive.log_prob(test.values + smallest), module.zeta])
+    for without, shifted in zip(*predictions, strict=True):
+        torch.testing.assert_close(without, shifted)
+
+
 def test_components_without_data_are_switched_off(fitted):
     """Two of four. Shape and rate of q(alpha) are 100 + 45 / 2 and 1 + half the sum of 45 squares."""
     module, *_ = fitted

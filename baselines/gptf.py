@@ -133,7 +133,7 @@ class CholeskyGaussian(nn.Module):
 
 
 class Probit(nn.Module):
-    """x = 1 where w > 0 would be likely: p(x = 1 | w) = Phi(w) with w ~ N(f, 1), so p(x = 1 | f) = Phi(f / sqrt 2)."""
+    """p(x = 1 | w) = Phi(w) with w ~ N(f, 1), so that p(x = 1 | f) = Phi(f / sqrt 2)."""
 
     def standardise(self, values: Float[Tensor, "N"]) -> None:
         """Nothing: ones and zeros have no scale."""

@@ -10,10 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from ented.gaussian_process import GaussianProcessModule
-from ented.runs import needs, read_json
-from modules import load
-from results import collect_calibration, read_table
+from ented.runs import needs
+from results import collect_calibration, read_run, read_table
 from tables import DATASETS, METHODS, in_order
 
 NAMED = 200  # points of a figure that can have a name each
@@ -162,6 +160,9 @@ def factors(run: Path, mode: str) -> Figure:
     act alike. The rows have names where the dataset has them, numbers otherwise, and neither where they are too many to
     be read.
     """
+    from ented.gaussian_process import GaussianProcessModule  # Lightning takes seconds to import
+    from modules import load
+
     module, layout = load(run)
     if mode not in layout.modes:
         raise ValueError(f"there is no mode {mode}: the modes of {run} are {', '.join(layout.modes)}")
@@ -186,14 +187,14 @@ def factors(run: Path, mode: str) -> Figure:
             axes.annotate(str(name), point, xytext=(3, 3), textcoords="offset points", fontsize=7, parse_math=False)
     axes.set(xlabel="first direction, in lengthscales", ylabel="second direction, in lengthscales")
     axes.set_aspect("equal", adjustable="datalim")
-    axes.set_title(f"{read_json(run / 'metrics.json')['dataset']}: factors of {mode}", parse_math=False)
+    axes.set_title(f"{read_run(run / 'metrics.json')['dataset']}: factors of {mode}", parse_math=False)
     return figure
 
 
 def predictions(run: Path) -> tuple[pd.DataFrame, str]:
     """The predictions of a run of counts, and its dataset's name."""
     needs(run, "predictions.csv")
-    about = read_json(run / "metrics.json")
+    about = read_run(run / "metrics.json")
     if "auc" in about["metrics"]:
         raise ValueError(f"{run} is a run of binary entries; the figure is one of counts")
     test = read_table(run / "predictions.csv", ["value", "mean"])

@@ -50,13 +50,19 @@ def load(folder: Path) -> tuple[CompletionModule, Layout]:
     InputError : files of the run are missing or damaged.
     """
     needs(folder, "config.yaml", "modes.json", "last.ckpt")
-    cfg = OmegaConf.load(folder / "config.yaml")
     try:
         layout = Layout(**read_json(folder / "modes.json"))
         layout = layout._replace(shape=tuple(layout.shape))
     except (InputError, TypeError):
         raise InputError(f"{folder / 'modes.json'} is damaged: run its command again with force=true") from None
-    module = new_module(cfg, layout.shape, cfg.smallest_entry, lr=1e-3)  # with which nothing is trained
+    try:
+        cfg = OmegaConf.load(folder / "config.yaml")
+        module = new_module(cfg, layout.shape, cfg.smallest_entry, lr=1e-3)  # with which nothing is trained
+    except Exception as error:  # of YAML, OmegaConf and Hydra, or of a method that is not there any more
+        raise InputError(
+            f"{folder / 'config.yaml'} is damaged, of an older version, or of a method that cannot be imported "
+            f"({type(error).__name__}): run its command again with force=true"
+        ) from None
     try:
         checkpoint = torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)
         module.load_state_dict(checkpoint["state_dict"])

@@ -80,7 +80,10 @@ def write_report(arguments: argparse.Namespace) -> None:
     numbers = numbers_of(arguments, or_none=len(of_figures) > 0)
     if arguments.csv:
         save(numbers, arguments.csv)
-    numbers = numbers[numbers.protocol.isin(["paper", "holdout"])]
+    compared = numbers.protocol != "validation"
+    if len(numbers) and not compared.any():
+        raise ValueError("all runs are of protocol=validation, which the report leaves out: give --table or --variants")
+    numbers = numbers[compared]
     published = read_table(PAPER, PAPER_COLUMNS)
     text = ["# Report", INTRODUCTION]
     for protocol, part in numbers.groupby("protocol"):

@@ -21,16 +21,12 @@ def collect(source: Path) -> pd.DataFrame:
         return of_table(source)
     rows, folders, contents = [], {}, {}
     for file in sorted(source.rglob("metrics.json")):
-        run = read_json(file)
-        try:
-            cell = {key: run[key] for key in ABOUT}
-            spent = {"epochs": run["epochs"], "seconds": run["train_seconds"]}
-            made = {"command": run["command"], "version": run["version"]}
-            metrics = {name: math.nan if value is None else float(value) for name, value in run["metrics"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{file} is damaged ({error!r}): remove it, and start its run again") from None
-        content, other = contents.setdefault(run["dataset"], (run.get(CONTENT), file.parent))
-        if content != run.get(CONTENT):
+        run = read_run(file)
+        cell = {key: run[key] for key in ABOUT}
+        made = {"epochs": run["epochs"], "seconds": run["train_seconds"]}
+        made |= {"command": run["command"], "version": run["version"]}
+        content, other = contents.setdefault(run["dataset"], (run[CONTENT], file.parent))
+        if content != run[CONTENT]:
             raise ValueError(
                 f"{other} and {file.parent} are of different tables, or folds, of one name: give each a dataset.name="
             )
@@ -39,7 +35,7 @@ def collect(source: Path) -> pd.DataFrame:
             raise ValueError(
                 f"{twin} and {file.parent} hold the same run: name a folder that has one of them, or --variants"
             )
-        rows += [{**cell, "metric": name, "value": value, **spent, **made} for name, value in metrics.items()]
+        rows += [{**cell, "metric": name, "value": value, **made} for name, value in run["metrics"].items()]
     for file in sorted(source.rglob("error.txt")):
         try:
             cell = about(yaml.safe_load((file.parent / "config.yaml").read_text(encoding="utf-8")))
@@ -51,11 +47,22 @@ def collect(source: Path) -> pd.DataFrame:
     return with_columns(pd.DataFrame(rows))
 
 
+def read_run(file: Path) -> dict:
+    """What a run's metrics.json says of it, with nan for a metric that is not defined."""
+    run = read_json(file)
+    try:
+        kept = {key: run[key] for key in (*ABOUT, "epochs", "train_seconds", "command", "version")}
+        metrics = {name: math.nan if value is None else float(value) for name, value in run["metrics"].items()}
+        return kept | {CONTENT: run.get(CONTENT), "metrics": metrics}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged ({error!r}): remove it, and start its run again") from None
+
+
 def of_table(file: Path, *also: str) -> pd.DataFrame:
     """The numbers in a CSV, which must have the columns of all tables of numbers, and some `also`."""
     numbers = read_table(file, [*ABOUT, "metric", "value", *also])
     if numbers.empty:
-        raise ValueError(f"{file} holds no run")
+        raise ValueError(f"{file} holds no run: make it again, from the folders of runs")
     for column in ("rank", "value"):
         wrong = numbers[column].notna() & pd.to_numeric(numbers[column], errors="coerce").isna()
         if wrong.any():
@@ -97,7 +104,7 @@ def collect_variants(source: Path) -> pd.DataFrame:
         return of_table(source, "variant")
     folders = [folder for folder in sorted(source.iterdir()) if any(folder.rglob("metrics.json"))]
     if not folders:
-        raise ValueError(f"no folder with a finished run in {source}")
+        raise ValueError(f"no folder with a finished run in {source}: train something first, or name another folder")
     return pd.concat([collect(folder).assign(variant=folder.name) for folder in folders], ignore_index=True)
 
 
@@ -108,7 +115,7 @@ def collect_epochs(source: Path) -> pd.DataFrame:
         return read_table(source, columns)
     parts = []
     for file in sorted(source.rglob("metrics.json")):
-        epochs, run = read_table(file.parent / "epochs.csv", ["epoch"]), read_json(file)
+        epochs, run = read_table(file.parent / "epochs.csv", ["epoch"]), read_run(file)
         if "test_auc" in epochs:
             parts.append(epochs.assign(**{key: run[key] for key in columns[:5]})[columns])
     if not parts:
@@ -127,7 +134,7 @@ def collect_calibration(source: Path, bins: int = 20) -> pd.DataFrame:
         return read_table(source, columns)
     of_cells = {}
     for file in sorted(source.rglob("metrics.json")):
-        run, predictions = read_json(file), file.with_name("predictions.csv")
+        run, predictions = read_run(file), file.with_name("predictions.csv")
         if not predictions.exists():
             continue
         test = read_table(predictions, ["value", "mean"])

@@ -34,6 +34,7 @@ from ented.datamodule import EVALUATION_BATCH
 from ented.datasets import Dataset
 from ented.distributed import connect, from_first, is_first, processes, started_by_torchrun
 from ented.errors import InputError
+from ented.likelihoods import check_comparable
 from ented.metrics import CompletionMetrics
 from ented.runs import CONTENT, TAKEN_BY_MODEL, WITHOUT_EFFECT, Busy, clear, write_summary
 from ented.settings import check
@@ -92,7 +93,7 @@ def train(cfg: DictConfig) -> None:
     folds = range(dataset.folds) if cfg.fold == "all" else [cfg.fold]
     seeds = cfg.seed if several(cfg.seed) else [cfg.seed]
     cells = [config | {"fold": fold, "seed": seed} for seed in seeds for fold in folds]
-    runs = [Run(cfg, cell, dataset, command(cell)) for cell in cells]
+    runs = [Run(cfg, cell, dataset, command(cell, several(cfg.seed))) for cell in cells]
     do_missing(cfg, runs)
     if not all(run.result for run in runs):
         raise RunsFailed
@@ -115,7 +116,7 @@ def do_missing(cfg: DictConfig, runs: list[Run]) -> None:
         if not run.result:
             with run.folder.logging():
                 run.load()
-    check_alike(runs)
+    check_comparable([run.likelihood for run in runs if not run.result])
     try:
         if force:
             from_first(lambda: clear([run.folder for run in runs]))
@@ -156,16 +157,6 @@ def do_group(cfg: DictConfig, runs: list[Run]) -> None:
 def restarted_by_slurm() -> bool:
     """Whether this job was started again, after its time ran out: with force=true it would remove what it has done."""
     return int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
-
-
-def check_alike(runs: list[Run]) -> None:
-    """Raise InputError where likelihood.smallest=auto makes runs of one command that do not compare."""
-    smallest = {getattr(run.likelihood, "smallest", None) for run in runs if not run.result}
-    if len(smallest) > 1:
-        raise InputError(
-            "likelihood.smallest=auto finds 0 among the training entries of some of the runs and not of others: "
-            "set likelihood.smallest=0"
-        )
 
 
 def check_together(cfg: DictConfig) -> None:
@@ -254,11 +245,11 @@ def summarise(cfg: DictConfig, runs: list[Run]) -> None:
         log.info("%s  seed %d  %d folds  %s", title(cfg), runs[0].seed, len(runs), metrics)
 
 
-def command(config: dict) -> str:
+def command(config: dict, one_of_several_seeds: bool) -> str:
     """The command line that makes one run, without what does not change its numbers."""
     given = [(re.split(r"[.=]", override)[0], override) for override in overrides_given()]
     kept = [override for key, override in given if key not in {*WITHOUT_EFFECT, "seed", "fold"}]
-    seed = [f"seed={config['seed']}"] if "seed" in dict(given) else []
+    seed = [f"seed={config['seed']}"] if one_of_several_seeds or "seed" in dict(given) else []
     return shlex.join(["python", "src/train.py", *kept, *seed, f"fold={config['fold']}"])
 
 

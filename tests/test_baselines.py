@@ -39,7 +39,7 @@ class Interrupt(L.Callback):
 
 
 def test_every_method_is_known_here():
-    assert set(MODELS) >= {
+    assert set(MODELS) == {
         *["ented", "main_effects", "gptf", "gptf_pg", "gcp", "bcp", "sbtr", "costco", "ncpd", "bpcp", "vbgcp", "mdtf"]
     }
 
@@ -169,7 +169,7 @@ def test_a_setting_that_makes_no_sense_ends_with_one_line(command, tmp_path, mon
     code, _, err = command(f"model={model}", f"model.{setting}")
     assert (code, err) == (
         1,
-        f"error: model.{setting}: it must be {message}\n".replace("[3,0]", "[3, 0]").replace("null", "None"),
+        f"error: model.{setting}: it must be {message}\n".replace("[3,0]", "[3, 0]"),
     )
     assert not list(tmp_path.iterdir())
 

@@ -74,7 +74,7 @@ def test_mistakes_end_with_one_line(command, predict, tiny):
         ([run, "outside.csv", "out.csv"], "outside.csv, row 1, mode 2: index 4 is outside"),
         ([run, "half.csv", "out.csv"], "half.csv, row 0, mode 1: index 0.5 is not an integer"),
         ([run, "text.csv", "out.csv"], "text.csv, row 0: b is x, which is no number"),
-        ([run, "none.csv", "out.csv"], "none.csv"),
+        ([run, "none.csv", "out.csv"], "none.csv has no rows"),
         ([run, "empty.csv", "out.csv"], "empty.csv is not a CSV"),
         ([run, "nowhere.csv", "out.csv"], "nowhere.csv: No such file"),
     ]:
@@ -87,6 +87,12 @@ def test_mistakes_end_with_one_line(command, predict, tiny):
         code, _, err = predict(run, "cells.csv", "out.csv")
         assert code == 1 and "modes.json is damaged: run its command again with force=true" in err, err
     (run / "modes.json").write_text(layout)
+    config = (run / "config.yaml").read_text()
+    for text in ("[", "a: 1", config.replace("init_std", "init"), config.replace("ENTEDModule", "Gone")):
+        (run / "config.yaml").write_text(text)
+        code, _, err = predict(run, "cells.csv", "out.csv")
+        assert code == 1 and "config.yaml is damaged, of an older version, or" in err and err.count("\n") == 1, err
+    (run / "config.yaml").write_text(config)
     (run / "last.ckpt").write_text("junk")
     code, _, err = predict(run, "cells.csv", "out.csv")
     assert code == 1 and "last.ckpt is damaged or of an older version (" in err and err.count("\n") == 1, err

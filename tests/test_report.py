@@ -304,6 +304,11 @@ def test_mistakes_end_with_one_line(report, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/metrics.json").write_text("{}")
+    half = write_run(tmp_path / "half", "digg", 0, {"auc": 0.5})
+    (half / "predictions.csv").write_text("title,value,mean\n0,1,0.5\n")
+    (half / "metrics.json").write_text((half / "metrics.json").read_text().replace("metrics", "numbers"))
+    validation = write_run(tmp_path / "validation", "digg", 0, {"auc": 0.5}) / "metrics.json"
+    validation.write_text(validation.read_text().replace("paper", "validation"))
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut/metrics.json").write_text("")
     (tmp_path / "published.csv").write_text("dataset,model\n")
@@ -347,6 +352,8 @@ def test_mistakes_end_with_one_line(report, tmp_path):
             "no.csv: No such file",
         ),
         ([tmp_path / "failed"], "config.yaml is lost or damaged"),
+        ([tmp_path / "half"], "metrics.json is damaged (KeyError('metrics'))"),
+        ([tmp_path / "validation"], "all runs are of protocol=validation"),
     ]:
         code, out, err = report(*arguments)
         assert code == 1 and not out and err.startswith("error: ") and err.count("\n") == 1, err

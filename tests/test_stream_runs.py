@@ -144,7 +144,7 @@ MISTAKES = {
     "no rows": (
         lambda folder: np.save(folder / "test/0.npy", []) or (folder / "test/0.parquet").unlink(),
         STREAM,
-        "test",
+        "events/test has no entries",
     ),
     "outside": (
         replace("train/1.npy", cell=(8, 2), value=4),

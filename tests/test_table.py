@@ -136,7 +136,7 @@ def test_a_table_that_has_changed_is_noticed(command, events):
     events.assign(count=events["count"] + (events.index == 5)).to_csv("events.csv", index=False)
     assert "holds a run with another content of its files" in command.mistake(*TABLE, "fold=0")
     changed = command.mistake(*TABLE, "fold=0", "dataset.source.folds=4")
-    assert "holds a run with dataset.source.folds=None, asked for is dataset.source.folds=4" in changed
+    assert "holds a run with dataset.source.folds=null, asked for is dataset.source.folds=4" in changed
     assert finished(Path("runs")) == before
     assert command(*TABLE, "fold=0", "force=true")[0] == 0
     assert finished(Path("runs")) != before

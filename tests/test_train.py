@@ -93,6 +93,18 @@ def test_a_summary_keeps_other_seeds(command, tiny):
     assert json.loads((folder / "summary-seed=1.json").read_text())["seed"] == 1
 
 
+def test_the_command_of_a_run_has_its_seed_where_an_experiment_gives_several(command, tiny):
+    experiment = tiny.parent / "conf/experiment/seeds.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text("# @package _global_\nseed: [0, 1]\n")
+    search = f"hydra.searchpath=[file://{experiment.parents[1]}]"
+    code, _, err = command(*binary(tiny), search, "experiment=seeds", "fold=0")
+    assert code == 0, err
+    for seed in 0, 1:
+        result = json.loads((tiny.parent / f"runs/ones/ented/rank=2/fold=0/seed={seed}/metrics.json").read_text())
+        assert result["command"].endswith(f" seed={seed} fold=0")
+
+
 def test_a_metric_that_is_not_defined_in_a_fold_is_null(command, tiny):
     rows = np.load(tiny / "ones/fold-0.npz")
     test = rows["test"][rows["test"][:, 3] == 1]

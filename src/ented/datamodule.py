@@ -150,6 +150,6 @@ class COODataModule(L.LightningDataModule):
 
 
 def generator(*seeds: int) -> torch.Generator:
-    """Random generator that depends on all of the given numbers."""
+    """Random generator that depends on all of the given numbers, but for zeros at their end."""
     state = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state >> 1))

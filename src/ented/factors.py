@@ -109,7 +109,7 @@ class FactorTable(nn.Module):
     def set_degrees(self, degrees: Int[Tensor, "I"]) -> None:
         """Take how many training entries each row has, before the first step where `needs_degrees`.
 
-        With sparse gradients, a row that has none is put where its prior is highest.
+        With sparse gradients, a row that has none is put at its prior, a point estimate at the mode of that.
         """
         if self.slopes:
             of_modes = []

@@ -13,6 +13,7 @@ as for counts far above zeta, and then the posterior variances are too small. Th
 theta becomes -E[d^2 log p / df^2] (conjugate-computation variational inference, Khan and Lin 2017).
 """
 
+from collections.abc import Iterable
 from math import ceil, lgamma, log
 
 import numpy as np
@@ -59,7 +60,7 @@ class PolyaGamma(nn.Module):
         raise NotImplementedError
 
     def log_h(self, x: Float[Tensor, "... S"]) -> Float[Tensor, "... S"]:
-        """What does not depend on f, up to the factor 2^b that the cosh takes."""
+        """What does not depend on f."""
         raise NotImplementedError
 
     def theta(
@@ -124,7 +125,7 @@ class PolyaGamma(nn.Module):
 
     def above(self, count: int, f_mean: Float[Tensor, "C S"], f_variance: Float[Tensor, "C S"]) -> Float[Tensor, "S"]:
         """See `Predictive.above`."""
-        raise InputError("entries are zeros and ones: the mean is the probability of a one")
+        raise InputError("of zeros and ones the mean is the probability of a one: leave --above out")
 
     def relative_median(self, f_mean: Float[Tensor, "C S"], f_variance: Float[Tensor, "C S"]) -> Float[Tensor, "S"]:
         """See `Predictive.relative_median`; of counts from draws, with the same uniform numbers for each Gaussian."""
@@ -357,6 +358,15 @@ class NegativeBinomial(PolyaGamma):
 
     def intercept(self, values):
         return log(max((values - self.smallest).sum().item(), 0.5) / (len(values) * self.known().zeta))
+
+
+def check_comparable(likelihoods: Iterable[PolyaGamma]) -> None:
+    """Raise InputError where the counts of several runs start at different numbers."""
+    if len({getattr(likelihood, "smallest", None) for likelihood in likelihoods}) > 1:
+        raise InputError(
+            "likelihood.smallest=auto finds 0 among the training entries of some of the runs and not of others: "
+            "set likelihood.smallest=0"
+        )
 
 
 def poisson_quantile(q: Float[np.ndarray, "n #S"], rate: Float[np.ndarray, "n S"]) -> Float[np.ndarray, "n S"]:

@@ -16,8 +16,9 @@ where -KL(q(Z) | p(Z)) takes the place of log p(Z), and a draw of Z that of an e
 A learned shape of counts climbs sum_n log E[p(x_n | f)], given that draw, instead (`NegativeBinomial.shape_gradient`).
 
 The posterior has many modes, and a Gaussian finds one of them. A mixture of C models of equal weight has several, each
-with parameters of its own, from initial values of its own; the mean of their bounds is a bound, since KL is convex.
-These components are a leading dimension of every tensor but the entries'. A prediction is the mixture of theirs.
+with parameters of its own, from initial values of its own; by Jensen's inequality the mean of their bounds is a bound
+on the log of their mean p(x). These components are a leading dimension of every tensor but the entries'. A prediction
+is the mixture of theirs, with one shape of counts, the geometric mean of those that they learned.
 """
 
 import copy

@@ -40,7 +40,7 @@ class Predictive(ABC):
 
     def above(self, count: int) -> Float[Tensor, "S"]:
         """P(x > count); raises InputError where it is not known."""
-        raise InputError("the method does not say how probable large counts are")
+        raise InputError("the method does not say how probable large counts are: leave --above out")
 
     def plugin(self) -> "Predictive":
         """The same with every parameter fixed at its posterior mean."""

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ented.adam import ReplicaAdam
 from ented.datamodule import NOISE, COODataModule, generator
-from ented.errors import InputError
 from ented.gaussian_process import ENTEDModule, check_numbers, warn_of_many_points
+from ented.likelihoods import check_comparable
 from ented.model import stack
 from ented.predictive import LatentMixture
 from ented.recorder import History
@@ -125,11 +125,7 @@ class ReplicasModule(L.LightningModule):
         for module, of_replica in zip(replicas, data.replicas, strict=True):
             module.start(of_replica.train)
         # `stack` keeps what is no tensor of the first only
-        if len({getattr(module.model.likelihood, "smallest", None) for module in replicas}) > 1:
-            raise InputError(
-                "replicas=folds: likelihood.smallest=auto finds 0 in some of the runs and 1 in others: "
-                "set likelihood.smallest=0"
-            )
+        check_comparable([module.model.likelihood for module in replicas])
         self.model = stack([module.model for module in replicas])
         self.metrics = nn.ModuleList(module.metrics for module in replicas)
         self.step = torch.compile(self.model.step) if compile else self.model.step

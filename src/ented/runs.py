@@ -98,7 +98,7 @@ class RunFolder:
         same_files = ours.pop(CONTENT, None) == theirs.pop(CONTENT, None)
         for key in ["protocol.name", *sorted(ours.keys() | theirs.keys())]:
             if ours.get(key) != theirs.get(key):
-                return f"{key}={theirs.get(key)}, asked for is {key}={ours.get(key)}"
+                return f"{as_typed(key, theirs.get(key))}, asked for is {as_typed(key, ours.get(key))}"
         if not same_files:
             return "another content of its files"
         others = fingerprint and config.get("training_entries", fingerprint) != fingerprint
@@ -359,6 +359,11 @@ def material(settings: dict) -> dict[str, object]:
     leaves = flat({key: value for key, value in settings.items() if key not in IMMATERIAL})
     below = IMMATERIAL_BELOW + (FILES if settings.get(CONTENT) else ())
     return {key: value for key, value in leaves.items() if not any(f"{key}.".startswith(f"{name}.") for name in below)}
+
+
+def as_typed(key: str, value) -> str:
+    """A setting as it stands on a command line, where None is null."""
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:

@@ -7,7 +7,7 @@ import torch
 
 from ented.errors import InputError
 from ented.likelihoods import LARGEST_ZETA
-from ented.runs import TAKEN_BY_MODEL, flat
+from ented.runs import TAKEN_BY_MODEL, as_typed, flat
 
 
 def whole(value) -> bool:
@@ -134,8 +134,9 @@ def check(config: dict) -> None:
     for rule, (names, holds) in RULES.items():
         for name in names:
             if name in settings and not holds(settings[name]):
-                raise InputError(f"{name}={settings[name]}: it must be {rule}")
+                raise InputError(f"{as_typed(name, settings[name])}: it must be {rule}")
     for name in TAKEN_BY_MODEL:
         ours = settings.get(f"model.{name}", settings[name])
         if ours != settings[name]:
-            raise InputError(f"model.{name}={ours}: set {name}={ours}, which the model takes from there")
+            given = as_typed(name, ours)
+            raise InputError(f"model.{given}: set {given}, which the model takes from there")

@@ -145,6 +145,7 @@ def test_a_device_is_needed(benchmark, monkeypatch):
 
 
 def test_the_steps_of_a_device_on_the_cpu(benchmark, tmp_path):
+    """That it runs; the comparison with the CPU says something on another device only."""
     path = tmp_path / "gpu.json"
     sizes = ["--points", "8", "--batch", "16", "--replicas", "1", "3"]
     benchmark("gpu", "--device", "cpu", "--methods", "eager", "gpytorch", *sizes, *FAST, "--json", str(path))

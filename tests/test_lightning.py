@@ -104,7 +104,7 @@ def test_a_fit_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, held
     assert without_time[0] == without_time[1]
 
 
-def test_sums_over_an_epoch_are_in_double_precision_for_a_float32_model(tmp_path):
+def test_what_a_float32_model_sums_over_an_epoch_is_of_double_precision():
     torch.set_default_dtype(torch.float32)
     module = ENTEDModule(SHAPE, NegativeBinomial(20), 2, 8, 2, 0.5, 1e-4, lr=0.01, rho=0.3)
     assert module.model.Z.dtype == torch.float32

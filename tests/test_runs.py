@@ -6,9 +6,22 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import pytest
-from training import Command
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from training import ROOT, Command
 
-from ented.runs import code_version, write
+from ented.runs import FILES, IMMATERIAL, IMMATERIAL_BELOW, code_version, flat, write
+
+
+def test_what_does_not_tell_runs_apart_are_settings():
+    """Or else one of another name would, unseen."""
+    names = {folder.name for folder in (ROOT / "conf").iterdir()}
+    written = {"training_entries", "smallest_entry", "version"}  # by `RunFolder.open`
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        for choice in "dataset=dblp", "dataset=table", "dataset=stream", "model=vbgcp", "launcher=parallel":
+            names |= flat(OmegaConf.to_container(compose("config", [choice]))).keys()
+    for name in (IMMATERIAL - written) | {*IMMATERIAL_BELOW, *FILES}:
+        assert any(f"{setting}.".startswith(f"{name}.") for setting in names), name
 
 
 def git(folder, *arguments) -> str:

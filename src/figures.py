@@ -175,7 +175,7 @@ def factors(run: Path, mode: str) -> Figure:
     Z = model.table.Z.detach().double()
     Z = Z.reshape(-1, *Z.shape[-2:])  # components, rows, columns
     precision = torch.as_tensor(model.kernel.precision).detach().expand(len(Z), 1, rank * len(layout.shape))
-    means = Z[0, :, :rank].split(layout.shape)[d] * precision[0, 0].split(rank)[d].sqrt()
+    means = model.table.columns(Z[0]).factors.split(layout.shape)[d] * precision[0, 0].split(rank)[d].sqrt()
     centred = means - means.mean(0)
     directions = torch.linalg.svd(centred, full_matrices=False)[2][:2]
     xy = centred @ directions.T

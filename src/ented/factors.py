@@ -23,7 +23,7 @@ A minibatch draws z = mean + std * noise anew for each of its entries, so that t
 from dataclasses import dataclass
 from itertools import accumulate
 from math import log, pi, prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -32,6 +32,15 @@ from torch.nn.functional import embedding
 from torch.quasirandom import SobolEngine
 
 from ented.errors import InputError
+
+
+class Columns(NamedTuple):
+    """The columns of Z in their order; those that the table does not have are of width 0."""
+
+    factors: Float[Tensor, "... R"]
+    effect: Float[Tensor, "... E"]
+    log_std: Float[Tensor, "... R"]
+    effect_log_std: Float[Tensor, "... E"]
 
 
 @dataclass
@@ -80,19 +89,19 @@ class FactorTable(nn.Module):
         if rank < 1:
             raise InputError(f"rank={rank}: it must be at least 1")
         self.shape, self.rank, self.init_std = tuple(shape), rank, init_std
-        self.effects, self.slopes = mean in ("effects", "degrees"), mean == "degrees"
+        self.has_effects, self.has_slopes = mean in ("effects", "degrees"), mean == "degrees"
         self.variational, self.sparse_gradients = posterior_std is not None, sparse_gradients
-        rows, self.location_columns = sum(shape), rank + self.effects
-        columns = [init_std * torch.randn(rows, rank), torch.zeros(rows, int(self.effects))]
+        rows, effects = sum(shape), int(self.has_effects)
+        columns = [init_std * torch.randn(rows, rank), torch.zeros(rows, effects)]
         if self.variational:
-            columns.append(torch.full((rows, self.location_columns), log(posterior_std)))
+            columns.append(torch.full((rows, rank + effects), log(posterior_std)))
         # the rows of all modes, one below the other; row i of mode d is row offset_d + i
         self.Z = nn.Parameter(torch.cat(columns, 1))
         self.register_buffer("offsets", torch.tensor([[0, *accumulate(self.shape)][:-1]]), persistent=False)
         self.constant = nn.Parameter(torch.zeros(1)) if mean != "zero" else None
-        if self.effects:
+        if self.has_effects:
             self.log_tau = nn.Parameter(torch.zeros(len(shape)))
-        if self.slopes:
+        if self.has_slopes:
             self.gamma = nn.Parameter(torch.zeros(len(shape)))
             self.register_buffer("log_degrees", torch.zeros(rows))  # c for a training entry
             self.register_buffer("log_degrees_of_new", torch.zeros(rows))  # c for a new entry
@@ -103,7 +112,7 @@ class FactorTable(nn.Module):
 
     @property
     def needs_degrees(self) -> bool:
-        return self.slopes or self.sparse_gradients
+        return self.has_slopes or self.sparse_gradients
 
     @torch.no_grad()
     def set_degrees(self, degrees: Int[Tensor, "I"]) -> None:
@@ -111,7 +120,7 @@ class FactorTable(nn.Module):
 
         With sparse gradients, a row that has none is put at its prior, a point estimate at the mode of that.
         """
-        if self.slopes:
+        if self.has_slopes:
             of_modes = []
             for n in degrees.to(self.log_degrees).split(self.shape):
                 least = n[n > 0].min()
@@ -137,13 +146,19 @@ class FactorTable(nn.Module):
             return torch.cat([part for pair in parts for part in pair], -2)
 
         self.Z = nn.Parameter(longer(self.Z, self.Z.new_zeros(*self.Z.shape[:-2], len(self.shape), self.Z.shape[-1])))
-        if self.slopes:
+        if self.has_slopes:
             of_modes = self.log_degrees.split(self.shape, -1)
             of_none = torch.cat([of_mode.amin(-1, keepdim=True) for of_mode in of_modes], -1)[..., None]
             for name in ("log_degrees", "log_degrees_of_new"):
                 setattr(self, name, longer(getattr(self, name)[..., None], of_none).squeeze(-1))
         self.shape = tuple(size + 1 for size in self.shape)
         self.offsets = self.offsets + torch.arange(len(self.shape), device=self.offsets.device)
+
+    def columns(self, values: Float[Tensor, "... W"]) -> Columns:
+        """Rows of Z by what they hold."""
+        effects, variational = int(self.has_effects), int(self.variational)
+        sizes = [self.rank, effects, variational * self.rank, variational * effects]
+        return Columns(*values.split(sizes, -1))
 
     def rows(self, indices: Int[Tensor, "... S D"]) -> Int[Tensor, "... S D"]:
         """The entries' rows of Z; those of several tables are counted as if they stood one below the other."""
@@ -169,23 +184,23 @@ class FactorTable(nn.Module):
         """
         rows = self.rows(indices)
         values = embedding(rows, self.Z.flatten(0, -2))
-        z, deviation, log_degrees = values[..., : self.rank], None, None
+        columns = self.columns(values)
+        z, deviation, log_degrees = columns.factors, None, None
         if self.variational:
-            std = values[..., self.location_columns : self.location_columns + self.rank].exp()
-            deviation = std * (0.0 if noise is None else noise)
+            deviation = columns.log_std.exp() * (0.0 if noise is None else noise)
             z = z + deviation
         mean, variance = 0.0 if self.constant is None else self.constant, 0.0
-        if self.effects:
+        if self.has_effects:
             tau = self.log_tau.exp()[..., None, :]
-            mean = mean + (tau * values[..., self.rank]).sum(-1)
-        if self.slopes:
+            mean = mean + (tau * columns.effect.squeeze(-1)).sum(-1)
+        if self.has_slopes:
             log_degrees = self.log_degrees.flatten()[rows]
             if new and self.variational:
-                s2 = (2 * values[..., -1]).exp()
+                s2 = (2 * columns.effect_log_std.squeeze(-1)).exp()
                 log_degrees = log_degrees.lerp(self.log_degrees_of_new.flatten()[rows], s2)
             mean = mean + (self.gamma[..., None, :] * log_degrees).sum(-1)
-        if self.effects and self.variational:
-            variance = (tau * values[..., -1].exp()).square().sum(-1)
+        if self.has_effects and self.variational:
+            variance = (tau * columns.effect_log_std.squeeze(-1).exp()).square().sum(-1)
         return Draw(rows, z.flatten(-2), mean, variance, values, deviation, log_degrees)
 
     def prediction_noise(self, draws: int) -> list[Float[Tensor, "D R"] | None]:
@@ -211,32 +226,32 @@ class FactorTable(nn.Module):
         the prior comes with the entry.
         """
         z_bar = z_bar.unflatten(-1, (-1, self.rank))
-        columns, found = [z_bar], {}
+        columns, columns_bar, found = self.columns(draw.values), [z_bar], {}
         if self.constant is not None:
             found[self.constant] = mean_bar.sum(-1, keepdim=True)
-        if self.effects:
+        if self.has_effects:
             tau = self.log_tau.exp()[..., None, :]
             a_bar = tau * mean_bar[..., None]
-            columns.append(a_bar[..., None])
-            of_tau = a_bar * draw.values[..., self.rank]
+            columns_bar.append(a_bar[..., None])
+            of_tau = a_bar * columns.effect.squeeze(-1)
         if self.variational:
-            columns.append(z_bar * draw.deviation)
-            if self.effects:
-                s_bar = 2 * (tau * draw.values[..., -1].exp()).square() * variance_bar[..., None]
-                columns.append(s_bar[..., None])
+            columns_bar.append(z_bar * draw.deviation)
+            if self.has_effects:
+                s_bar = 2 * (tau * columns.effect_log_std.squeeze(-1).exp()).square() * variance_bar[..., None]
+                columns_bar.append(s_bar[..., None])
                 of_tau = of_tau + s_bar
-        if self.effects:
+        if self.has_effects:
             found[self.log_tau] = of_tau.sum(-2)
-        if self.slopes:
+        if self.has_slopes:
             found[self.gamma] = (mean_bar[..., None] * draw.log_degrees).sum(-2)
-        values_bar = torch.cat(columns, -1) if len(columns) > 1 else z_bar
+        rows_bar = torch.cat(columns_bar, -1) if len(columns_bar) > 1 else z_bar
         if self.sparse_gradients:
             share = (scale / self.degrees.flatten()[draw.rows])[..., None]
-            values_bar = values_bar + share * self._prior_gradient(draw.values)
+            rows_bar = rows_bar + share * self._prior_gradient(draw.values)
             Z_bar = self.Z_bar
         else:
             Z_bar = torch.zeros_like(self.Z)
-        Z_bar.flatten(0, -2).index_add_(0, draw.rows.flatten(), values_bar.flatten(0, -2))
+        Z_bar.flatten(0, -2).index_add_(0, draw.rows.flatten(), rows_bar.flatten(0, -2))
         return found | {self.Z: Z_bar}
 
     def add_prior(self) -> None:
@@ -248,12 +263,12 @@ class FactorTable(nn.Module):
         """Of minus `log_prior`, in rows of Z."""
         if not self.variational:
             return values
-        mean, log_std = values.tensor_split([self.location_columns], -1)
+        mean, log_std = values.chunk(2, -1)
         return torch.cat([mean, (2 * log_std).exp() - 1], -1)
 
     def log_prior(self) -> Float[Tensor, "..."]:
         """log p of the point estimates, or -KL(q | p) of the posterior."""
-        mean, log_std = self.Z.tensor_split([self.location_columns], -1)
         if not self.variational:
-            return -0.5 * (mean.square() + log(2 * pi)).sum((-2, -1))
+            return -0.5 * (self.Z.square() + log(2 * pi)).sum((-2, -1))
+        mean, log_std = self.Z.chunk(2, -1)
         return -0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std).sum((-2, -1))

@@ -59,7 +59,10 @@ class MainEffects(SweepModule):
         return weights[0] + weights[indices + self.offsets].sum(-1)
 
     def initialise(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> None:
-        self.weights[0] = self._likelihood.intercept(values) + (log(self._likelihood.zeta) if self.poisson else 0)
+        self.weights[0] = self._likelihood.intercept(values)
+        if self.poisson:
+            self.weights[0] += log(self._likelihood.zeta)
+            self.zeta.fill_(most_likely_shape(values - self._likelihood.smallest, self.weights[0].expand(len(values))))
 
     def sweep(self, indices: Int[Tensor, "N D"], values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         above = values - self._likelihood.smallest if self.poisson else values

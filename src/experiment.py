@@ -5,13 +5,14 @@ import json
 import logging
 import math
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
 import joblib
 import lightning as L
 import torch
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ented.datamodule import COODataModule, batch_sizes
@@ -24,7 +25,7 @@ from ented.recorder import History, Recorder, ascending, best_epoch, held_out_sc
 from ented.replicas import ReplicaData, ReplicasModule
 from ented.runs import VERSION, RunFolder, finite, read_json, replacing, write
 from ented.tensor import COOTensor, TrainingEntries
-from modules import new_likelihood, new_module
+from modules import method_of, new_likelihood, new_module
 from tracking import log_figures, tracker
 
 log = logging.getLogger("ented")
@@ -83,7 +84,7 @@ class Run:
 
     def check_method(self) -> None:
         """Raise InputError where the method does not go with the other settings."""
-        cfg, method = self.cfg, get_class(self.cfg.model._target_)
+        cfg, method = self.cfg, method_of(self.cfg)
         if method.all_entries and self.dataset.streamed:
             raise InputError(
                 f"model={cfg.model.name} needs all entries at once, and those of dataset={cfg.dataset.name} stay in "
@@ -137,8 +138,12 @@ class Run:
             if any(unseen):
                 modes = ", ".join(f"{n} of {mode}" for mode, n in zip(self.dataset.modes, unseen, strict=True) if n)
                 log.info("test entries of a row without training entries: %s", modes)
-        if self.cfg.likelihood.get("smallest") == "auto" and self.likelihood.smallest:
-            log.info("no training entry is 0, and so no prediction is: likelihood.smallest=0 makes them possible")
+        if self.smallest > 0 and "smallest" in method_of(self.cfg).likelihood_settings:
+            setting = self.cfg.likelihood.get("smallest")
+            if setting == "auto":
+                log.info("no training entry is 0, and so no prediction is: likelihood.smallest=0 makes them possible")
+            elif setting == 0 and self.cfg.protocol.name != "paper":
+                log.info("no training entry is 0: with likelihood.smallest=auto no prediction is either")
 
     def open_folder(self) -> None:
         """Make the folder of what is missing, or take the result where another command has finished it meanwhile."""
@@ -192,7 +197,8 @@ class Run:
     def final(self) -> Fit:
         """The fit to all training entries."""
         if self.choice:
-            log.info("%s  the fit of lowest score on held-out training entries: %s", self.about, self.choice)
+            choice = "  ".join(f"{name} {value}" for name, value in self.choice.items())
+            log.info("%s  the fit of lowest score on held-out training entries: %s", self.about, choice)
         choice = self.choice or {}
         module = self.module(choice.get("lr", self.rates[0]))
         folder = None if self.result else self.folder.path
@@ -352,11 +358,13 @@ def usable(checkpoint: Path) -> Path | None:
     if not checkpoint.exists():
         return None
     try:
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        content = BytesIO(checkpoint.read_bytes())
     except OSError as error:
         raise InputError(f"{checkpoint} cannot be read ({error.strerror}): start again when it can") from None
-    except Exception as error:  # torch, zipfile and pickle raise many kinds
-        log.warning("%s cannot be read, training starts anew (%s)", checkpoint, " ".join(str(error).split()))
+    try:
+        state = torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch, zipfile and pickle raise many kinds, of OSError too
+        log.warning("%s is damaged, training starts anew (%s)", checkpoint, type(error).__name__)
         return None
     if "optimizer_states" not in state:
         return None  # what replicas leave cannot be resumed from

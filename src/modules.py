@@ -14,12 +14,16 @@ from ented.runs import needs, read_json
 from ented.tensor import Layout
 
 
+def method_of(cfg: DictConfig) -> type[CompletionModule]:
+    """The class of the method."""
+    return get_class(cfg.model._target_)
+
+
 def new_likelihood(cfg: DictConfig, smallest: float) -> PolyaGamma:
     """For entries of which the smallest is this."""
     settings = dict(cfg.likelihood)
     if settings.get("smallest") == "auto":
-        counts = "smallest" in get_class(cfg.model._target_).likelihood_settings
-        settings["smallest"] = int(smallest > 0 and counts)
+        settings["smallest"] = int(smallest > 0 and "smallest" in method_of(cfg).likelihood_settings)
     return instantiate(settings)
 
 
@@ -53,7 +57,10 @@ def load(folder: Path) -> tuple[CompletionModule, Layout]:
     try:
         layout = Layout(**read_json(folder / "modes.json"))
         layout = layout._replace(shape=tuple(layout.shape))
-    except (InputError, TypeError):
+        sizes = dict(zip(layout.modes, layout.shape, strict=True))
+        if any(len(names) != sizes[mode] for mode, names in layout.labels.items()):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError, KeyError):  # an InputError is a ValueError
         raise InputError(f"{folder / 'modes.json'} is damaged: run its command again with force=true") from None
     try:
         cfg = OmegaConf.load(folder / "config.yaml")

@@ -76,25 +76,36 @@ def predict(module: CompletionModule, cells: COOTensor, above: list[int]) -> pd.
     return as_table(batches)
 
 
+def whole(text: str) -> int:
+    """A count of the command line."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 on")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("cells", type=Path, help="CSV or Parquet file with a column for each mode")
     parser.add_argument("predicted", type=Path, help="CSV or Parquet file to write")
-    parser.add_argument("--above", type=int, action="append", default=[], metavar="K", help="add P(count > K)")
+    parser.add_argument("--above", type=whole, action="append", default=[], metavar="K", help="add P(count > K)")
     arguments = parser.parse_args()
     run, file, predicted = arguments.run, arguments.cells, arguments.predicted
     try:
         module, layout = load(run)
         if predicted.resolve() == file.resolve() or predicted.resolve().parent == run.resolve():
             raise InputError(f"{predicted} would replace the cells or a part of the run: choose another file to write")
+        if not predicted.resolve().parent.is_dir():
+            raise InputError(f"{predicted}: there is no folder {predicted.parent}")
         table = read_table(file)
         cells = cells_of(file, table, layout)
         take_new_names(module, file, table, cells, layout)
         columns = predict(module, cells, arguments.above)
         if taken := set(columns) & set(layout.modes):
             raise InputError(f"{file}: {taken.pop()} is a mode, and would be the name of a prediction: leave it out")
-        table = table.drop(columns=list(columns), errors="ignore").join(columns)
+        if replaced := [name for name in table if name in columns]:
+            print(f"the predictions take the place of {file}'s own {', '.join(replaced)}", file=sys.stderr)
+        table = table.drop(columns=replaced).join(columns)
         if predicted.suffix == ".parquet":
             with replacing(predicted) as partial:
                 table.to_parquet(partial, index=False)

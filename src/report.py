@@ -83,7 +83,7 @@ def write_report(arguments: argparse.Namespace) -> None:
     compared = numbers.protocol != "validation"
     if len(numbers) and not compared.any():
         raise ValueError("all runs are of protocol=validation, which the report leaves out: give --table or --variants")
-    numbers = numbers[compared]
+    numbers, left_out = numbers[compared], numbers[~compared]
     published = read_table(PAPER, PAPER_COLUMNS)
     text = ["# Report", INTRODUCTION]
     for protocol, part in numbers.groupby("protocol"):
@@ -112,7 +112,12 @@ def write_report(arguments: argparse.Namespace) -> None:
         text.append(f"## {name}\n\n![{name}]({name}.png)\n\n{CAPTIONS[name]}")
     (out / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     runs, failures = (len(part.drop_duplicates(ABOUT)) for part in (finished(numbers), failed(numbers)))
-    print(f"{out / 'report.md'}: {runs} finished runs" + (f", {failures} failed ones" if failures else ""))
+    others = len(left_out.drop_duplicates(ABOUT))
+    print(
+        f"{out / 'report.md'}: {runs} finished runs"
+        + (f", {failures} failed ones" if failures else "")
+        + (f"; {others} of protocol=validation left out" if others else "")
+    )
 
 
 def numbers_of(arguments: argparse.Namespace, or_none: bool) -> pd.DataFrame:

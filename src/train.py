@@ -8,6 +8,7 @@ The settings are listed in conf/. Started again, a command does only what is mis
 """
 
 import logging
+import math
 import os
 import re
 import shlex
@@ -25,7 +26,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -39,7 +40,7 @@ from ented.metrics import CompletionMetrics
 from ented.runs import CONTENT, TAKEN_BY_MODEL, WITHOUT_EFFECT, Busy, clear, write_summary
 from ented.settings import check
 from experiment import Run, RunsFailed, accelerator, prepare, replicas_folder, search_fit_test, several, title
-from modules import parameters_in
+from modules import method_of, parameters_in
 
 log = logging.getLogger("ented")
 LARGE = 10**6  # entries or rows, from where on the additive model can take longer than the method
@@ -77,7 +78,7 @@ def train(cfg: DictConfig) -> None:
     if cfg.compile:
         torch.compiler.reset()  # PyTorch keeps 8 programs of a step, then goes on without; each cell needs its own
     join(cfg)
-    of_likelihood = set(cfg.likelihood) - {"_target_", *get_class(cfg.model._target_).likelihood_settings}
+    of_likelihood = set(cfg.likelihood) - {"_target_", *method_of(cfg).likelihood_settings}
     without_effect = TAKEN_BY_MODEL - set(cfg.model) | {f"likelihood.{name}" for name in of_likelihood}
     for setting in overrides_given():
         if setting.split("=")[0] in without_effect:
@@ -231,7 +232,9 @@ def compare(run: Run) -> None:
             rows["main effects"] = evaluate(effects.fit(sample, epochs=500))
     rows["overall mean"] = mean
     with run.folder.logging():
-        log.info("%s", pd.DataFrame(rows).T.astype(float).to_string(float_format="{:.4f}".format))
+        table = pd.DataFrame(rows).T.astype(float).replace(math.inf, math.nan)
+        table = table.rename_axis(columns=f"fold {run.fold} seed {run.seed}")
+        log.info("%s", table.to_string(float_format="{:.4f}".format, na_rep="–"))
 
 
 def summarise(cfg: DictConfig, runs: list[Run]) -> None:
@@ -306,7 +309,7 @@ if __name__ == "__main__":
     try:
         main()
     except RunsFailed:
-        sys.exit("the grid is not finished, see above: the same command does what is missing")
+        sys.exit("the grid is not finished, see above: once that is mended, the same command does what is missing")
     except BrokenProcessPool:  # of launcher=parallel
         sys.exit(
             "error: a process of the grid was killed, perhaps because memory ran out: give fewer jobs=; "

@@ -32,7 +32,9 @@ def test_a_failing_run_says_why_and_the_others_go_on(command, tiny):
     assert [line for line in err.splitlines() if line.startswith("error: ")] == [
         f"error: RuntimeError: no room (error.txt in runs/ones/ented/rank={rank}/fold=1/seed=0)" for rank in (1, 2)
     ]
-    assert err.endswith("\nthe grid is not finished, see above: the same command does what is missing\n")
+    assert err.endswith(
+        "\nthe grid is not finished, see above: once that is mended, the same command does what is missing\n"
+    )
     before = finished(Path("runs"))
     assert {Path(folder).parent.name for folder in before} == {"fold=0"} and len(before) == 2
     reason, _, trace = Path("runs/ones/ented/rank=1/fold=1/seed=0/error.txt").read_text().partition("\n\n")

@@ -66,11 +66,13 @@ def newton_count(train, penalty):
 
 
 @pytest.mark.parametrize("values", [[0, 3, 40, 5], [1, 1, 1, 1], [0, 0, 0, 6]])
-def test_the_mean_of_counts_before_the_first_sweep(values):
-    predictive = overall_mean(make(values), NB)
-    assert predictive.mean.tolist() == pytest.approx([np.mean(values)] * 60)
-    # f is known: no more variance than the likelihood's own
-    assert predictive.variance[0].item() == pytest.approx(stats.nbinom.var(ZETA, ZETA / (ZETA + np.mean(values))))
+def test_the_mean_and_the_shape_of_counts_before_the_first_sweep(values):
+    predictive, mean = overall_mean(make(values), NB), np.mean(values)
+    assert predictive.mean.tolist() == pytest.approx([mean] * 60)
+    # of shapes from 0.01 to 10000 the most likely one; f is known: no more variance than the likelihood's own
+    shapes = np.geomspace(1e-2, 1e4, 2001)
+    log_prob = stats.nbinom.logpmf(np.array(values)[:, None], shapes, shapes / (shapes + mean)).sum(0)
+    assert predictive.variance[0].item() == pytest.approx(mean + mean**2 / shapes[log_prob.argmax()], rel=1e-2)
 
 
 @pytest.mark.parametrize("values", [[0, 1, 1, 1], [0, 0, 0, 1, 0]])

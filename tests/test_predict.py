@@ -18,7 +18,8 @@ def same_as_its_test(predict, run: Path) -> pd.DataFrame:
     expected = expected.assign(when=1700000000.123 + expected.index)  # a column of the user's own
     cells = expected[[*modes, "when"]].assign(mean=0)  # and one that is replaced
     cells.iloc[::-1].to_csv("cells.csv", index=False)
-    assert predict(run, "cells.csv", "out.csv") == (0, "", "")
+    note = "the predictions take the place of cells.csv's own mean\n"
+    assert predict(run, "cells.csv", "out.csv") == (0, "", note)
     actual = pd.read_csv("out.csv").iloc[::-1].reset_index(drop=True)
     pd.testing.assert_frame_equal(actual, expected[actual.columns], rtol=2e-5)
     pd.testing.assert_series_equal(actual.when, expected.when, rtol=1e-15)
@@ -77,16 +78,20 @@ def test_mistakes_end_with_one_line(command, predict, tiny):
         ([run, "none.csv", "out.csv"], "none.csv has no rows"),
         ([run, "empty.csv", "out.csv"], "empty.csv is not a CSV"),
         ([run, "nowhere.csv", "out.csv"], "nowhere.csv: No such file"),
+        ([run, "cells.csv", "gone/out.csv"], "gone/out.csv: there is no folder gone"),
     ]:
         code, out, err = predict(*arguments)
         assert code == 1 and not out and err.startswith("error: ") and err.count("\n") == 1, err
         assert message in err, err
     layout = (run / "modes.json").read_text()
-    for text in ("junk", "{}"):
+    for text in ("junk", "{}", layout.replace('"labels": {', '"labels": {"a": ["x"]')):
         (run / "modes.json").write_text(text)
         code, _, err = predict(run, "cells.csv", "out.csv")
         assert code == 1 and "modes.json is damaged: run its command again with force=true" in err, err
     (run / "modes.json").write_text(layout)
+    for above in ("-1", "ten"):
+        code, _, err = predict(run, "cells.csv", "out.csv", "--above", above)
+        assert code == 2 and f"{above} is not a whole number from 0 on" in err
     config = (run / "config.yaml").read_text()
     for text in ("[", "a: 1", config.replace("init_std", "init"), config.replace("ENTEDModule", "Gone")):
         (run / "config.yaml").write_text(text)

@@ -111,6 +111,14 @@ def test_runs_of_validation_are_not_compared_with_published_ones(report, tmp_pat
     assert code == 1 and not out and "protocol=validation" in err and err.count("\n") == 1
 
 
+def test_a_report_says_how_many_runs_of_validation_it_leaves_out(report, tmp_path):
+    write_run(tmp_path / "runs", "ems", 0, {"rmse_plugin": 0.5})
+    other = write_run(tmp_path / "runs", "ems", 1, {"rmse_plugin": 0.5}) / "metrics.json"
+    other.write_text(other.read_text().replace("paper", "validation"))
+    code, out, _ = report(tmp_path / "runs", "--out", tmp_path / "report")
+    assert code == 0 and out.endswith("report.md: 1 finished runs; 1 of protocol=validation left out\n")
+
+
 def test_runs_with_both_settings_of_missing_are_not_averaged(report, tmp_path):
     for fold, missing in enumerate(["masked", "zeros"]):
         run = write_run(tmp_path, "ems", fold, {"rmse": 0.3, "rmse_plugin": 0.3})

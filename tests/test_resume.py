@@ -276,7 +276,8 @@ def test_a_folder_without_its_settings_is_not_taken_for_the_run(command, tiny):
     assert code == 0 and "is started afresh" in out
 
 
-def test_damaged_files_of_a_run(command, tiny):
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9])
+def test_damaged_files_of_a_run(command, tiny, share):
     arguments = [*binary(tiny), "fold=0"]
     assert command(*arguments)[0] == 0
     run = tiny.parent / "runs/ones/ented/rank=2/fold=0/seed=0"
@@ -285,10 +286,22 @@ def test_damaged_files_of_a_run(command, tiny):
     code, _, err = command(*arguments)
     assert code == 1 and "metrics.json is damaged" in err and err.count("\n") == 1
     (run / "metrics.json").unlink()
-    (run / "last.ckpt").write_bytes((run / "last.ckpt").read_bytes()[:1000])
+    checkpoint = (run / "last.ckpt").read_bytes()
+    (run / "last.ckpt").write_bytes(checkpoint[: int(share * len(checkpoint))])
     code, out, _ = command(*arguments)
-    assert code == 0 and "last.ckpt cannot be read" in out
+    assert code == 0 and "last.ckpt is damaged" in out
     assert numbers(run) == before
+
+
+def test_a_summary_is_written_where_it_differs(command, tiny):
+    assert command(*binary(tiny))[0] == 0
+    summary = tiny.parent / "runs/ones/ented/rank=2/summary-seed=0.json"
+    summary.with_name("summary-seed=0.json.partial").mkdir()  # nothing can be written there
+    assert command(*binary(tiny))[0] == 0
+    summary.unlink()
+    code, _, err = command(*binary(tiny))
+    assert code == 1 and err.startswith(f"error: cannot write to {summary.relative_to(tiny.parent)}"), err
+    assert err.count("\n") == 1
 
 
 def test_a_changed_fold_takes_its_summary_away(command, tiny):

@@ -194,8 +194,8 @@ def test_the_default_beats_the_naive_predictors(command, tmp_path, monkeypatch):
     code, out, _ = command("epochs=15")
     assert code == 0
     lines = out.splitlines()
-    (head,) = (number for number, line in enumerate(lines) if line.split()[:3] == ["rmse", "mape", "nll"])
-    rows = {line[:13].strip(): [float(value) for value in line[13:].split()] for line in lines[head + 1 : head + 4]}
+    (head,) = (number for number, line in enumerate(lines) if line.startswith("fold 0 seed 0   rmse"))
+    rows = {line[:14].strip(): [float(value) for value in line[14:].split()] for line in lines[head + 1 : head + 4]}
     for naive in ("main effects", "overall mean"):
         for metric in range(3):
             assert rows["ented"][metric] < rows[naive][metric]

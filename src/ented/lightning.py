@@ -32,8 +32,7 @@ class CompletionModule(L.LightningModule):
     def __init__(self, kind: str):
         if kind not in self.kinds:
             raise InputError(
-                f"{type(self).__name__} is for {self.kinds[0]} entries, these are {kind}: "
-                "choose another model= or likelihood="
+                f"{type(self).__name__} is for {self.kinds[0]} entries, these are {kind}: choose another model="
             )
         super().__init__()
         self.metrics = CompletionMetrics(kind)

@@ -70,6 +70,15 @@ class Busy(InputError):
     """Another command works on the run."""
 
 
+@contextmanager
+def writing(path: Path):
+    """Raise InputError where the place cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write to {path} ({error.strerror or error}): choose another runs_dir=") from None
+
+
 class RunFolder:
     """The folder of one run.
 
@@ -129,16 +138,6 @@ class RunFolder:
         return read_json(file)
 
     @contextmanager
-    def _writing(self):
-        """Raise InputError where the place cannot be written to."""
-        try:
-            yield
-        except OSError as error:
-            raise InputError(
-                f"cannot write to {self.path} ({error.strerror or error}): choose another runs_dir="
-            ) from None
-
-    @contextmanager
     def logging(self):
         """Collect the log's lines; they go to train.log, from the moment that `open` has made the folder."""
         log.addHandler(self._lines)
@@ -154,7 +153,7 @@ class RunFolder:
         ------
         InputError : another command has it (Busy), or the place cannot be written to.
         """
-        with self._writing():
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._lock.acquire(timeout=0)
@@ -170,7 +169,7 @@ class RunFolder:
 
     def disown(self) -> None:
         """Make what the folder holds neither a finished run nor one to go on with, whatever a kill leaves of it."""
-        with self._writing():
+        with writing(self.path):
             for name in ("metrics.json", "error.txt", "config.yaml"):
                 (self.path / name).unlink(missing_ok=True)
             summary_file(self.config).unlink(missing_ok=True)
@@ -178,7 +177,7 @@ class RunFolder:
     def clear(self) -> None:
         """Remove what the folder holds."""
         self.disown()
-        with self._writing(), suppress(FileNotFoundError):
+        with writing(self.path), suppress(FileNotFoundError):
             shutil.rmtree(self.path)
 
     def open(self, fingerprint: str, smallest: float, layout: Layout) -> dict | None:
@@ -202,7 +201,7 @@ class RunFolder:
         begun_by = VERSION if begun is None else begun.get("version", "unknown")
         if begun_by != VERSION:
             log.warning("begun by another version of the code (%s), goes on with %s", begun_by, VERSION)
-        with self._writing():
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             config = self.config | {"training_entries": fingerprint, "smallest_entry": smallest, "version": begun_by}
             write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
@@ -316,8 +315,11 @@ def write_summary(config: dict, results: list[dict]) -> dict[str, dict[str, floa
     }
     about = {key: results[0][key] for key in ("dataset", "model", "rank", "seed", "protocol")}
     summary = about | {"folds": [result["fold"] for result in results], "metrics": metrics}
-    with suppress(FileNotFoundError):  # another cell has moved the same to its place: all ranks of main_effects are one
-        write(summary_file(config), json.dumps(summary, indent=2) + "\n")
+    file, text = summary_file(config), json.dumps(summary, indent=2) + "\n"
+    if not file.exists() or file.read_text(encoding="utf-8") != text:
+        # another cell may have moved the same to its place: all ranks of main_effects are one
+        with writing(file), suppress(FileNotFoundError):
+            write(file, text)
     return metrics
 
 

@@ -76,19 +76,12 @@ def predict(module: CompletionModule, cells: COOTensor, above: list[int]) -> pd.
     return as_table(batches)
 
 
-def whole(text: str) -> int:
-    """A count of the command line."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 on")
-    return int(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("cells", type=Path, help="CSV or Parquet file with a column for each mode")
     parser.add_argument("predicted", type=Path, help="CSV or Parquet file to write")
-    parser.add_argument("--above", type=whole, action="append", default=[], metavar="K", help="add P(count > K)")
+    parser.add_argument("--above", type=int, action="append", default=[], metavar="K", help="add P(count > K)")
     arguments = parser.parse_args()
     run, file, predicted = arguments.run, arguments.cells, arguments.predicted
     try:

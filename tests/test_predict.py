@@ -89,9 +89,6 @@ def test_mistakes_end_with_one_line(command, predict, tiny):
         code, _, err = predict(run, "cells.csv", "out.csv")
         assert code == 1 and "modes.json is damaged: run its command again with force=true" in err, err
     (run / "modes.json").write_text(layout)
-    for above in ("-1", "ten"):
-        code, _, err = predict(run, "cells.csv", "out.csv", "--above", above)
-        assert code == 2 and f"{above} is not a whole number from 0 on" in err
     config = (run / "config.yaml").read_text()
     for text in ("[", "a: 1", config.replace("init_std", "init"), config.replace("ENTEDModule", "Gone")):
         (run / "config.yaml").write_text(text)

@@ -167,10 +167,7 @@ def test_the_command_of_a_run_can_be_given_to_a_shell(command, tiny):
 def test_a_setting_that_makes_no_sense_ends_with_one_line(command, tmp_path, monkeypatch, model, setting, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = command(f"model={model}", f"model.{setting}")
-    assert (code, err) == (
-        1,
-        f"error: model.{setting}: it must be {message}\n".replace("[3,0]", "[3, 0]"),
-    )
+    assert (code, err) == (1, f"error: model.{setting}: it must be {message}\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -156,6 +156,20 @@ def test_a_smallest_count_has_its_effect_or_a_warning(command, tiny, model, read
     assert ("no training entry is 0, and so no prediction is" in out) is reads
     code, _, err = command(*counts(tiny), "force=true", *settings)
     assert code == (1 if reads else 0), err
+    hint = "no training entry is 0: with likelihood.smallest=auto no prediction is either"
+    for protocol in "holdout", "paper":
+        arguments = f"model={model}", f"protocol={protocol}", "fold=1", "epochs=3", f"runs_dir={protocol}"
+        assert (hint in command(*counts(tiny), *arguments)[1]) is (reads and protocol == "holdout")
+
+
+def test_an_error_that_is_not_defined_is_a_dash_in_every_row(command, tiny):
+    rows = dict(np.load(tiny / "counts/fold-0.npz"))
+    rows["test"][:, 3] = 0  # the relative error divides by their squares
+    np.savez(tiny / "counts/fold-0.npz", **rows)
+    code, out, err = command(*counts(tiny), "fold=0", "epochs=3")
+    assert code == 0, err
+    lines = [line.split() for line in out.splitlines() if line.startswith(("ented  ", "main effects", "overall mean"))]
+    assert [line[-6] for line in lines] == ["–"] * 3
 
 
 def test_one_block_is_gptf_pg(command, tiny):

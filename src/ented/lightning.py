@@ -27,7 +27,7 @@ class CompletionModule(L.LightningModule):
 
     kinds = ("binary", "count")  # what the method takes
     all_entries = False  # whether a batch must hold them all
-    likelihood_settings = ("zeta", "learned", "smallest", "quadrature")  # that count for the method, if its entries do
+    likelihood_settings = ("zeta", "learned", "smallest", "quadrature")  # of counts, those that the method reads
 
     def __init__(self, kind: str):
         if kind not in self.kinds:

@@ -365,7 +365,7 @@ def material(settings: dict) -> dict[str, object]:
 
 def as_typed(key: str, value) -> str:
     """A setting as it stands on a command line, where None is null."""
-    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    return f"{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:
